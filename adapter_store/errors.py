@@ -1,0 +1,36 @@
+"""What can be wrong with an adapter. No HTTP word here: deployments maps these to statuses."""
+
+
+class AdapterError(Exception):
+    """Base of all errors that concern one adapter and harm no other."""
+
+
+class AdapterNotFound(AdapterError):
+    """The uri holds no adapter: no such folder, bucket or object."""
+
+
+class AdapterUnavailable(AdapterError):
+    """The source could not be read just now: refused keys, region, network, a broken body. Says which."""
+
+
+class AdapterInvalid(AdapterError):
+    """The bytes are there and are not an adapter for this model.
+
+    reason  a class of error, one of REFUSALS; the message names the tensor or the field at fault.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        assert reason in REFUSALS, reason
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class StoreFull(AdapterError):
+    """The adapter can never fit: it is larger than the arena or the host tier."""
+
+
+REFUSALS = frozenset({
+    "unbound_tensor", "shape", "not_finite", "unpaired_tensor", "rank_mismatch", "dtype", "empty", "dora",
+    "modules_to_save", "bias", "changes_base", "peft_type", "unsupported_parameter", "rank_limit", "alora",
+    "layer_replication", "trainable_tokens", "file", "pickle", "config", "ambiguous_layout",
+})  # fmt: skip

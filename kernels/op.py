@@ -1,0 +1,57 @@
+"""What a kernel declares of itself, so that tests and benchmarks run over all of them alike.
+
+Not here: the list of kernels (registry.py) and any kernel.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs: `make(device, dtype, seed)` returns the keyword arguments of `run` and `reference`.
+
+    odd cases have shapes that divide by nothing; small ones are fit for the interpreter.
+    """
+
+    name: str
+    make: Callable[[str, torch.dtype, int], Inputs]
+    small: bool = True
+
+
+@dataclass(frozen=True)
+class Op:
+    """A kernel with its slow truth.
+
+    run        the fast form (Triton on a GPU or under TRITON_INTERPRET, the reference on a CPU tensor)
+    reference  torch, the same arguments; computes in the dtype that it is given, with fp32 accumulation
+    outputs    the tensors that a call wrote or returned: (inputs, result) -> list
+    bound      largest |kernel - truth| allowed, as a multiple of |reference in the same dtype - fp32 truth|
+    bytes, flops  of one call: for the roofline
+    """
+
+    name: str
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    cases: Callable[[], Iterable[Case]]
+    outputs: Callable[[Inputs, Any], list[Tensor]]
+    bound: float = 2.0
+    bytes: Callable[[Inputs], int] | None = None
+    flops: Callable[[Inputs], int] | None = None
+
+
+def interpreting() -> bool:
+    """True under TRITON_INTERPRET=1, where `@triton.jit` functions run on CPU tensors (fp32 only)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether an op should launch its Triton kernel for this tensor."""
+    return x.is_cuda or interpreting()

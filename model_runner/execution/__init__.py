@@ -1,0 +1,1 @@
+"""From a scheduled batch to sampled tokens on a device."""

@@ -1,0 +1,1 @@
+"""The pieces that model families are made of."""

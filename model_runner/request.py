@@ -1,0 +1,144 @@
+"""What goes into the engine and what comes out: frozen plain values that cross processes. No torch, no text."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from adapter_store.ref import AdapterRef
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ErrorCode(StrEnum):
+    """What was wrong, when finish_reason is ERROR. The ingress maps these to statuses in one table."""
+
+    BAD_REQUEST = "bad_request"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    ADAPTER_NOT_FOUND = "adapter_not_found"
+    ADAPTER_INVALID = "adapter_invalid"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    ADAPTER_TOO_LARGE = "adapter_too_large"
+    NOT_FINITE = "not_finite"
+    OVERLOADED = "overloaded"
+    ENGINE_DEAD = "engine_dead"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    temperature 0 is greedy. top_p in (0, 1]; top_k 0 = all. seed None: drawn once by the engine for the request.
+    stop_ids end the request (the id is delivered); min_tokens forbids them (and end-of-text) before that many;
+    ignore_eos leaves out the model's own end-of-text ids. logprobs None = none, n = the chosen token's and the n best.
+    n  number of sequences for one prompt; sequence i draws with (seed, i, position).
+    mask  name of a token mask registered with the engine (`Engine.masks`), "" = none.
+    Errors: `problem()` says what is out of range, in words for the user.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    mask: str = ""
+
+    def problem(self) -> str | None:
+        """What is wrong with these values, or None. Types are checked too: JSON brings anything."""
+        checks = (
+            ("temperature", _is_number(self.temperature) and 0 <= self.temperature <= 100, "a number in [0, 100]"),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0"),
+            ("seed", self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer"),
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
+            ("min_tokens", _is_int(self.min_tokens) and 0 <= self.min_tokens, "an integer >= 0"),
+            ("stop_ids", all(_is_int(i) and i >= 0 for i in self.stop_ids), "token ids >= 0"),
+            ("logprobs", self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20), "in 0..20"),
+            ("n", _is_int(self.n) and 1 <= self.n <= 128, "an integer in 1..128"),
+        )
+        for name, ok, want in checks:
+            if not ok:
+                return f"{name} must be {want}, not {getattr(self, name)!r:.60}"
+        if self.min_tokens > self.max_tokens:
+            return f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
+        return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt for the engine.
+
+    request_id  unique in the engine;  adapter None = the base model;  weight = the tenant's share when tenants compete;
+    cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    adapter: AdapterRef | None = None
+    tenant_id: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's distribution before temperature and masks, at one position.
+
+    chosen  of the token that was drawn;  top  the best ones, (token id, logprob), best first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """News of one sequence of one request, as one step made it. finish_reason is None until the last one.
+
+    index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in the prefix cache),
+    num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
+    """
+
+    request_id: str
+    index: int = 0
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error_code: ErrorCode | None = None
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass
+class Completion:
+    """What `Engine.generate` gives for one sequence: all outputs of one (request, index), joined."""
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error_code: ErrorCode | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

@@ -1,0 +1,1 @@
+"""Who runs next: host integers only, no torch in this folder."""

@@ -1,0 +1,58 @@
+"""`ScheduledBatch`: the decision for one step, as every worker gets it. Host integers, frozen, pickles small.
+
+A batch is columns, not a list of objects: `inputs` turns each column into one tensor without a loop per token.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the sampler needs for one row that gives a token. `position` is that of the token to be drawn."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    index: int
+    position: int
+    logprobs: int | None = None
+    banned_ids: tuple[int, ...] = ()
+    mask: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step: S rows, one a sequence, decodes first, then prefill chunks.
+
+    step            counts from 0
+    seq_ids         [S] the engine's numbers of the sequences
+    num_tokens      [S] query tokens of the row (1 = decode)
+    starts          [S] position of the row's first query token (= tokens already in the cache)
+    token_ids       [S] tuples of num_tokens ids; an empty tuple: the row's one token is the one that `sources` names
+    sources         [S] row of the previous step whose sampled token is this row's input, -1 = token_ids has it
+    slots           [S] adapter slot, -1 = base model
+    pages           [G][S] page ids of the row by KV group, index = position // page_tokens; freed ones (window) are 0
+    samples         [S] a SamplingRow where the row gives a token, else None
+    tokens are those of the rows, one after the other: T = sum(num_tokens).
+    """
+
+    step: int
+    seq_ids: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    starts: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    sources: tuple[int, ...]
+    slots: tuple[int, ...]
+    pages: tuple[tuple[list[int], ...], ...]
+    samples: tuple[SamplingRow | None, ...]
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows with one token, which come first. A one-token chunk of a prompt counts as one."""
+        n = 0
+        for count in self.num_tokens:
+            if count != 1:
+                break
+            n += 1
+        return n
