@@ -1,4 +1,4 @@
-"""How kernels see the adapter memory: one arena and offset tables. Who fills it is not their business.
+"""How kernels see the adapter memory (`LoraTables`) and find their work (`Worklist`). Who fills the memory is not their business.
 
 Fixed addresses: built once per device, so that captured graphs stay valid.
 """
@@ -30,3 +30,20 @@ class LoraTables:
     @property
     def num_slots(self) -> int:
         return int(self.a_off.shape[1])
+
+
+@dataclass(frozen=True)
+class Worklist:
+    """Rows grouped for a grouped product: by expert, by adapter slot, or by (slot, expert). Written on the device, no synchronisation.
+
+    Shapes:  rows [N] int32: row indices, group by group, left-out rows (base model) last;
+             segments [W, 4] int32: (slot, expert, first, count): rows[first : first + count] share slot and expert, count <= block_m,
+             sorted by slot*E + expert; unused ones have count 0. A fixed grid walks all W; W is what the worst case needs, so it cannot overflow.
+    In a list by expert alone slot is -1; in one by slot alone expert is 0.
+    groups  CPU only, for references: (slot, row indices int64) of every slot in use, base rows left out; None on a GPU.
+    """
+
+    rows: Tensor
+    segments: Tensor
+    block_m: int
+    groups: tuple[tuple[int, Tensor], ...] | None = None

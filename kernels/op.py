@@ -27,6 +27,23 @@ class Case:
 
 
 @dataclass(frozen=True)
+class AotSpec:
+    """One compilation of one `@triton.jit` function for sm_90, as the H200 gets it: a test compiles it without a GPU.
+
+    signature  argument name -> Triton type ("*bf16", "i32", ...), constexprs left out;  constexprs  name -> value
+    max_spills  bytes of spilled registers that are known and accepted
+    """
+
+    name: str
+    fn: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    max_spills: int = 0
+
+
+@dataclass(frozen=True)
 class Op:
     """A kernel with its slow truth.
 
@@ -34,7 +51,7 @@ class Op:
     reference  torch, the same arguments; computes in the dtype that it is given, with fp32 accumulation
     outputs    the tensors that a call wrote or returned: (inputs, result) -> list
     bound      largest |kernel - truth| allowed, as a multiple of |reference in the same dtype - fp32 truth|
-    bytes, flops  of one call: for the roofline
+    aot    its compilations for sm_90 (empty: torch serves on the GPU too);  bytes, flops  of one call: for the roofline
     """
 
     name: str
@@ -43,6 +60,7 @@ class Op:
     cases: Callable[[], Iterable[Case]]
     outputs: Callable[[Inputs, Any], list[Tensor]]
     bound: float = 2.0
+    aot: Callable[[], Iterable[AotSpec]] = tuple
     bytes: Callable[[Inputs], int] | None = None
     flops: Callable[[Inputs], int] | None = None
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.lora_tables import LoraTables
+from kernels.lora_tables import LoraTables, Worklist
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ForwardContext:
              slot_of_token [T] int32, -1 = base model;  logit_rows [Z] int64: tokens whose logits are wanted.
     max_q       longest row's query tokens (1 = every row decodes); max_len  longest row's keys: launch sizes, host integers
     caches      by layer: (k [P, C, G, D], v [P, C, G, D]);  group_of_layer  which of `groups` a layer writes to
+    slot_work   tokens grouped by adapter slot, for plain linears;  logit_slot_work  the same over logit_rows
     lora        None only if the engine has no adapter slots at all: base and mixed batches run the same kernels
     """
 
@@ -39,4 +40,6 @@ class ForwardContext:
     caches: tuple[tuple[Tensor, Tensor], ...]
     max_q: int
     max_len: int
-    lora: LoraTables | None
+    lora: LoraTables | None = None
+    slot_work: Worklist | None = None
+    logit_slot_work: Worklist | None = None
