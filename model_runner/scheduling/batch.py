@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler needs for one row that gives a token. `position` is that of the token to be drawn."""
+    """What the sampler needs for one row that gives a token, apart from the position, which changes with every step.
+
+    One object serves a sequence for many steps (a second one from `min_tokens` on, without banned_ids), so what is
+    derived from it may be kept by identity. Draws depend on (seed, index, position): see `ScheduledBatch.position`.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     seed: int
     index: int
-    position: int
     logprobs: int | None = None
     banned_ids: tuple[int, ...] = ()
     mask: str = ""
@@ -35,6 +38,12 @@ class ScheduledBatch:
     pages           [G][S] page ids of the row by KV group, index = position // page_tokens; freed ones (window) are 0
     samples         [S] a SamplingRow where the row gives a token, else None
     tokens are those of the rows, one after the other: T = sum(num_tokens).
+
+    For inputs that keep tables from step to step: a row keeps its place while its sequence decodes, except that the
+    last decode row moves into the place of one that left; compare seq_ids. The lists in `pages` are the scheduler's
+    own (all groups of a row are equally long): read them before the next `schedule()`. While a sequence stays in
+    consecutive steps its lists change only in steps where they grow: new ids at the end, and at the front some set to
+    0. A sequence that was left out of a step may come back with other pages.
     """
 
     step: int
@@ -56,3 +65,7 @@ class ScheduledBatch:
                 break
             n += 1
         return n
+
+    def position(self, row: int) -> int:
+        """Position of the token that the row's sample draws: the one after its last query token."""
+        return self.starts[row] + self.num_tokens[row]

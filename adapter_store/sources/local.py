@@ -1,0 +1,73 @@
+"""Adapters in folders of this machine. The files are copied, so that nobody can change them while they are read."""
+
+import hashlib
+import os
+import shutil
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from adapter_store.errors import AdapterNotFound, AdapterUnavailable
+from adapter_store.ref import AdapterRef
+from adapter_store.sources.source import (
+    DEFAULT_MAX_BYTES,
+    S3Options,
+    check_sizes,
+    choose_files,
+)
+
+
+class LocalSource:
+    """`/folder`, `folder` or `file:///folder`. The revision is made of name, size, inode and times of each file."""
+
+    def __init__(self, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+
+    def revision(self, ref: AdapterRef) -> str:
+        """See `Source`. A file that is rewritten gets another modification time, hence another revision."""
+        digest = hashlib.sha256()
+        for name, info in self._list(ref).items():
+            digest.update(
+                f"{name} {info.st_size} {info.st_ino} {info.st_mtime_ns} {info.st_ctime_ns}\n".encode()
+            )
+        return f"local-{digest.hexdigest()[:40]}"
+
+    def fetch(self, ref: AdapterRef, into: Path) -> None:
+        """See `Source`."""
+        folder = _folder(ref)
+        for name, info in self._list(ref).items():
+            try:
+                shutil.copyfile(folder / name, into / name)
+            except FileNotFoundError as e:
+                raise AdapterUnavailable(f"{folder / name} vanished while it was read") from e
+            except OSError as e:
+                raise AdapterUnavailable(f"cannot copy {folder / name}: {e.strerror}") from e
+            size = (into / name).stat().st_size
+            if size != info.st_size:
+                raise AdapterUnavailable(f"{folder / name} changed while it was read")
+
+    def _list(self, ref: AdapterRef) -> dict[str, os.stat_result]:
+        """Known files -> stat, in the order of reading."""
+        folder = _folder(ref)
+        try:
+            with os.scandir(folder) as entries:
+                infos = {entry.name: entry.stat() for entry in entries if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise AdapterNotFound(f"{ref.uri} is no folder") from e
+        except OSError as e:
+            raise AdapterUnavailable(f"cannot read {ref.uri}: {e.strerror}") from e
+        chosen = {name: infos[name] for name in choose_files(ref, infos)}
+        assert all(stat.S_ISREG(info.st_mode) for info in chosen.values()), ref
+        check_sizes(ref, {name: info.st_size for name, info in chosen.items()}, self._max_bytes)
+        return chosen
+
+
+def _folder(ref: AdapterRef) -> Path:
+    if ref.uri.startswith("file://"):
+        parts = urlsplit(ref.uri)
+        if parts.netloc not in ("", "localhost"):
+            raise AdapterNotFound(f"{ref.uri} names another machine: {parts.netloc}")
+        return Path(unquote(parts.path))
+    if not ref.uri or "\0" in ref.uri:
+        raise AdapterNotFound(f"{ref.adapter_id} has no usable uri: {ref.uri!r}")
+    return Path(ref.uri)

@@ -1,0 +1,338 @@
+"""Adapters in S3 and what speaks its language. The only file that knows boto3.
+
+boto3 retries requests but never a broken body, so bodies are read here: ranged parts bound to one ETag, each resumed
+where it broke, a checksum over the whole file where the server keeps one.
+"""
+
+import base64
+import hashlib
+import os
+import random
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.client import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    ParamValidationError,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
+
+from adapter_store.errors import AdapterNotFound, AdapterUnavailable
+from adapter_store.ref import AdapterRef
+from adapter_store.sources.source import (
+    CONFIG_FILE,
+    DEFAULT_MAX_BYTES,
+    INDEX_FILE,
+    PICKLE_FILES,
+    SHARD_NAME,
+    WEIGHTS_FILE,
+    S3Options,
+    check_sizes,
+    choose_files,
+)
+
+_CHUNK_BYTES = 1 << 18
+_MISSING = {"NoSuchKey", "NoSuchBucket", "404", "NotFound", "NoSuchVersion"}
+_BROKEN = (
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    ReadTimeoutError,
+    ResponseStreamingError,
+    OSError,
+)
+_session_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Object:
+    """One object as HEAD or GET described it: what a later GET is bound to."""
+
+    key: str
+    size: int
+    etag: str
+    version: str
+    checks: tuple[tuple[str, str], ...]
+
+
+class _Changed(Exception):
+    """The object is another one than at the start."""
+
+
+class S3Source:
+    """`s3://bucket/prefix`. The revision is made of ETag, version and size of each file."""
+
+    def __init__(self, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._options = s3 or S3Options()
+        self._max_bytes = max_bytes
+        self._made: Any = None
+
+    def revision(self, ref: AdapterRef) -> str:
+        """See `Source`. Two requests for an adapter in one file."""
+        digest = hashlib.sha256()
+        for name, obj in self._describe(ref).items():
+            digest.update(f"{name} {obj.size} {obj.etag} {obj.version}\n".encode())
+        return f"s3-{digest.hexdigest()[:40]}"
+
+    def fetch(self, ref: AdapterRef, into: Path) -> None:
+        """See `Source`. Starts again, three times at most, if an object is replaced meanwhile."""
+        bucket, _ = _split(ref)
+        for _ in range(3):
+            objects = self._describe(ref)
+            try:
+                for name, obj in objects.items():
+                    self._download(ref, bucket, obj, into / name)
+                return
+            except _Changed:
+                continue
+        raise AdapterUnavailable(f"{ref.uri} is being replaced again and again")
+
+    def _client(self) -> Any:
+        """The boto3 client, made at the first request: it is slow to make, and making one is not thread-safe."""
+        with _session_lock:
+            if self._made is None:
+                o = self._options
+                session = boto3.session.Session(
+                    aws_access_key_id=o.access_key or None,
+                    aws_secret_access_key=o.secret_key or None,
+                    aws_session_token=o.session_token or None,
+                    region_name=o.region or None,
+                )
+                config = Config(
+                    connect_timeout=o.connect_timeout_s,
+                    read_timeout=o.read_timeout_s,
+                    retries={"mode": "standard", "total_max_attempts": o.attempts},
+                    max_pool_connections=64,
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
+                    s3={"addressing_style": "path" if o.endpoint_url else "auto"},
+                )
+                endpoint = o.endpoint_url or None
+                self._made = session.client("s3", endpoint_url=endpoint, config=config)
+            return self._made
+
+    def _describe(self, ref: AdapterRef) -> dict[str, _Object]:
+        """File name -> object, in the order of reading."""
+        bucket, prefix = _split(ref)
+        found: dict[str, _Object] = {}
+        # A GET first: its errors bear a code and a text, where those of HEAD are a bare status.
+        with _errors(ref):
+            first = self._head(ref, bucket, f"{prefix}{CONFIG_FILE}", probe=True)
+            if first is not None:
+                found[CONFIG_FILE] = first
+            whole = self._head(ref, bucket, f"{prefix}{WEIGHTS_FILE}")
+            if whole is not None:
+                found[WEIGHTS_FILE] = whole
+            else:
+                found.update(self._describe_others(ref, bucket, prefix))
+        chosen = {name: found[name] for name in choose_files(ref, found)}
+        check_sizes(ref, {name: obj.size for name, obj in chosen.items()}, self._max_bytes)
+        return chosen
+
+    def _describe_others(self, ref: AdapterRef, bucket: str, prefix: str) -> dict[str, _Object]:
+        """Shards and pickles: only where the plain file is missing, since this needs the right to list."""
+        try:
+            listed = self._client().list_objects_v2(
+                Bucket=bucket, Prefix=f"{prefix}adapter_model", MaxKeys=1000
+            )
+        except ClientError as e:
+            if _code(e) == "AccessDenied":
+                return {}
+            raise
+        names = [str(item["Key"])[len(prefix) :] for item in listed.get("Contents", ())]
+        known = [n for n in names if n in (INDEX_FILE, *PICKLE_FILES) or SHARD_NAME.fullmatch(n)]
+        heads = {n: self._head(ref, bucket, f"{prefix}{n}") for n in known}
+        return {name: obj for name, obj in heads.items() if obj is not None}
+
+    def _head(
+        self, ref: AdapterRef, bucket: str, key: str, probe: bool = False
+    ) -> _Object | None:
+        """What the object is now; None if there is none. With probe, a GET whose body is left unread."""
+        client = self._client()
+        call = client.get_object if probe else client.head_object
+        try:
+            answer = call(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+        except ClientError as e:
+            if _code(e) in _MISSING - {"NoSuchBucket"}:
+                return None
+            raise
+        if probe:
+            answer["Body"].close()
+        return _Object(
+            key=key,
+            size=int(answer["ContentLength"]),
+            etag=str(answer["ETag"]),
+            version=str(answer.get("VersionId", "")),
+            checks=tuple(_checks(bucket, answer)),
+        )
+
+    def _download(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
+        """One object into one file: parts side by side, then the checksum; once more if that fails."""
+        for attempt in range(2):
+            with open(path, "wb") as file:
+                file.truncate(obj.size)
+                step = self._options.part_bytes
+                parts = [(i, min(i + step, obj.size)) for i in range(0, obj.size, step)]
+
+                def read(part: tuple[int, int], fd: int = file.fileno()) -> None:
+                    self._read_part(ref, bucket, obj, fd, *part)
+
+                if len(parts) <= 1:
+                    for part in parts:
+                        read(part)
+                else:
+                    workers = min(len(parts), self._options.parts_at_once)
+                    with ThreadPoolExecutor(workers, "s3-part") as pool:
+                        try:
+                            for done in [pool.submit(read, part) for part in parts]:
+                                done.result()
+                        except BaseException:
+                            pool.shutdown(wait=True, cancel_futures=True)
+                            raise
+            wrong = _failed_check(path, obj)
+            if wrong is None:
+                return
+            if attempt:
+                raise AdapterUnavailable(f"s3://{bucket}/{obj.key}: broken body, {wrong}")
+
+    def _read_part(
+        self, ref: AdapterRef, bucket: str, obj: _Object, fd: int, start: int, end: int
+    ) -> None:
+        """Bytes [start, end) into their place, resumed where the body broke."""
+        pos, o = start, self._options
+        deadline = time.monotonic() + o.part_timeout_s
+        wrong = ""
+        for attempt in range(o.attempts):
+            if attempt:
+                time.sleep(min(2.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.0))
+            try:
+                with _errors(ref, passing=_BROKEN):
+                    body = self._get(bucket, obj, pos, end)
+                    try:
+                        while pos < end and time.monotonic() < deadline:
+                            data = body.read(min(_CHUNK_BYTES, end - pos))
+                            if not data:
+                                break
+                            os.pwrite(fd, data, pos)
+                            pos += len(data)
+                    finally:
+                        body.close()
+                wrong = f"ends {end - pos} bytes early"
+            except _BROKEN as e:
+                wrong = f"breaks with {type(e).__name__} ({_short(e)})"
+            if pos == end:
+                return
+            if time.monotonic() >= deadline:
+                wrong = f"part slower than {o.part_timeout_s} s"
+                break
+        where = f"s3://{bucket}/{obj.key} at byte {pos} of {obj.size}"
+        raise AdapterUnavailable(f"{where}: broken body, {wrong}; tried {attempt + 1} times")
+
+    def _get(self, bucket: str, obj: _Object, start: int, end: int) -> Any:
+        """The body of a ranged GET bound to the object's ETag. `_Changed` if it is another object now."""
+        kwargs = {"VersionId": obj.version} if obj.version not in ("", "null") else {}
+        try:
+            answer = self._client().get_object(
+                Bucket=bucket,
+                Key=obj.key,
+                Range=f"bytes={start}-{end - 1}",
+                IfMatch=obj.etag,
+                **kwargs,
+            )
+        except ClientError as e:
+            if _code(e) in _MISSING | {"PreconditionFailed", "412", "InvalidRange", "416"}:
+                raise _Changed from e
+            raise
+        if answer["ETag"] != obj.etag or answer["ContentLength"] != end - start:
+            answer["Body"].close()
+            raise _Changed
+        return answer["Body"]
+
+
+@contextmanager
+def _errors(ref: AdapterRef, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn boto's errors into ours: what is missing apart from what cannot be reached."""
+    try:
+        yield
+    except passing:
+        raise
+    except ClientError as e:
+        code = _code(e)
+        status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "no status")
+        text = f"{ref.uri}: {code} ({status}): {e.response.get('Error', {}).get('Message', '')}"
+        if code in _MISSING:
+            raise AdapterNotFound(text) from e
+        if code in ("PermanentRedirect", "301", "AuthorizationHeaderMalformed"):
+            text += "; the region or the endpoint is wrong"
+        raise AdapterUnavailable(text) from e
+    except ParamValidationError as e:
+        raise AdapterNotFound(f"{ref.uri}: {_short(e)}") from e
+    except BotoCoreError as e:
+        raise AdapterUnavailable(f"{ref.uri}: {type(e).__name__}: {_short(e)}") from e
+    except ValueError as e:  # boto: an endpoint that is no URL
+        raise AdapterUnavailable(f"{ref.uri}: {_short(e)}") from e
+
+
+def _split(ref: AdapterRef) -> tuple[str, str]:
+    """(bucket, prefix that ends with / or is empty)."""
+    bucket, _, prefix = ref.uri.removeprefix("s3://").partition("/")
+    prefix = prefix.strip("/")
+    if not bucket or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
+        raise AdapterNotFound(f"{ref.uri!r} is not s3://bucket/prefix")
+    return bucket, f"{prefix}/" if prefix else ""
+
+
+def _code(e: ClientError) -> str:
+    return str(e.response.get("Error", {}).get("Code", ""))
+
+
+def _short(e: Exception) -> str:
+    return " ".join(str(e).split())[:200]
+
+
+def _checks(bucket: str, answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(algorithm, expected hex) of whole-object checksums that the server keeps."""
+    if answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
+        for name in ("SHA256", "CRC32"):
+            value = str(answer.get(f"Checksum{name}", ""))
+            if value and "-" not in value:
+                yield name.lower(), base64.b64decode(value).hex()
+    # An ETag is the MD5 of the body only for one-part objects that no customer or KMS key encrypts,
+    # and never in directory buckets.
+    plain = answer.get("ServerSideEncryption", "AES256") == "AES256"
+    etag = str(answer["ETag"]).strip('"')
+    ours = plain and "SSECustomerAlgorithm" not in answer and not bucket.endswith("--x-s3")
+    if ours and re.fullmatch(r"[0-9a-f]{32}", etag):
+        yield "md5", etag
+
+
+def _failed_check(path: Path, obj: _Object) -> str | None:
+    """What is wrong with the file, or None. The first checksum that is known decides."""
+    if not obj.checks:
+        return None
+    name, want = obj.checks[0]
+    if name == "crc32":
+        crc = 0
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                crc = zlib.crc32(chunk, crc)
+        got = f"{crc:08x}"
+    else:
+        with open(path, "rb") as file:
+            got = hashlib.file_digest(file, name).hexdigest()
+    return None if got == want else f"{name} is {got}, not {want}"

@@ -1,0 +1,218 @@
+"""RMS norm over the last dimension, alone or with the residual addition in front of it.
+
+Not here: layer norm with a mean, or a norm fused into a product.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+
+# Values that one program holds: short rows (the heads of a q/k norm) share a program.
+_TILE = 2048
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide every row by its root mean square, then scale it.
+
+    Shapes:  x [T, H] or [T, Q, D], any row strides, the last dimension contiguous;
+             weight [H] or [D];  returns the shape of x, contiguous.
+    Numerics: as transformers' RMS norms: the quotient in fp32, rounded to x's dtype, times weight.
+    Cost:    reads and writes x once.
+    """
+    if not use_triton(x):
+        return rms_norm_reference(x, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # as x
+    _launch(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual stream in place, and return the normed sum.
+
+    Shapes:  x [T, H];  residual [T, H] (written: residual += x, in its dtype);  weight [H];
+             returns [T, H].
+    Cost:    reads x and residual, writes residual and the result, once each.
+    """
+    if not use_triton(x):
+        return add_rms_norm_reference(x, residual, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [T, H]
+    _launch(x, residual, weight, out, eps)
+    return out
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in torch."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))  # [.., 1]
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`add_rms_norm` in torch."""
+    residual += x
+    return rms_norm_reference(residual, weight, eps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    """Start the kernel over all rows of x, seen as [T, heads, width]."""
+    width = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.shape[0] * heads
+    assert x.stride(-1) == 1, f"the last dimension of x must be contiguous, strides {x.stride()}"
+    assert weight.shape == (width,), f"weight {tuple(weight.shape)} for rows of {width}"
+    assert residual is None or (x.dim() == 2 and residual.shape == x.shape)
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(width)
+    rows = max(1, _TILE // block)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        num_rows,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        0 if residual is None else residual.stride(0),
+        eps,
+        HEADS=heads,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows,
+        ADD=residual is not None,
+        num_warps=4 if block <= _TILE else 8,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    num_rows,
+    stride_t,
+    stride_h,
+    residual_stride,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # [ROWS]
+    col = tl.arange(0, BLOCK)  # [BLOCK]
+    live = (row < num_rows)[:, None] & (col < WIDTH)[None, :]  # [ROWS, BLOCK]
+    at = (row // HEADS) * stride_t + (row % HEADS) * stride_h  # [ROWS]
+    value = tl.load(x + at[:, None] + col[None, :], mask=live, other=0.0)  # [ROWS, BLOCK]
+    if ADD:
+        place = residual + (row * residual_stride)[:, None] + col[None, :]  # [ROWS, BLOCK]
+        old = tl.load(place, mask=live, other=0.0)  # [ROWS, BLOCK]
+        # The norm sees the sum as the residual stream keeps it: rounded.
+        value = (old.to(tl.float32) + value.to(tl.float32)).to(old.dtype)
+        tl.store(place, value, mask=live)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)  # [ROWS]
+    factor = tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)  # [BLOCK]
+    normed = (wide * scale[:, None]).to(out.dtype.element_ty).to(tl.float32) * factor[None, :]
+    tl.store(
+        out + (row * WIDTH)[:, None] + col[None, :], normed.to(out.dtype.element_ty), mask=live
+    )
+
+
+def _make(shape: tuple[int, ...], fused: bool, sliced: bool = False) -> Case:
+    """A case of this shape; sliced: x is a column slice of a wider buffer, as q is of qkv."""
+
+    def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
+        draw = torch.Generator(device).manual_seed(seed)
+        heads = shape[1] if len(shape) == 3 else 1
+        width = shape[-1]
+        total = heads * width + (24 if sliced else 0)
+        buffer = torch.randn(shape[0], total, generator=draw, device=device)  # [T, total]
+        x = buffer.to(dtype)[:, : heads * width].view(shape)  # as shape
+        weight = 1 + 0.1 * torch.randn(width, generator=draw, device=device)  # [H]
+        inputs: Inputs = {"x": x, "weight": weight.to(dtype), "eps": 1e-6}
+        if fused:
+            residual = torch.randn(shape, generator=draw, device=device)  # [T, H]
+            inputs["residual"] = residual.to(dtype)
+        return inputs
+
+    name = "x".join(map(str, shape)) + ("_sliced" if sliced else "")
+    return Case(name, make, small=shape[0] * shape[-1] <= 16384)
+
+
+def _cases() -> Iterable[Case]:
+    yield _make((5, 96), False)
+    yield _make((1, 2880), False)
+    yield _make((3, 5, 24), False, sliced=True)
+    yield _make((32, 2880), False)
+    yield _make((64, 32, 128), False, sliced=True)
+    yield _make((4096, 2048), False)
+
+
+def _add_cases() -> Iterable[Case]:
+    yield _make((5, 96), True)
+    yield _make((1, 2880), True)
+    yield _make((32, 2880), True)
+    yield _make((4096, 2048), True)
+
+
+def _aot(add: bool) -> Iterable[AotSpec]:
+    """GPT-OSS-20B's stream, and (not added) the head norm of Qwen3-30B-A3B."""
+    for heads, width in ((1, 2880),) if add else ((1, 2880), (32, 128)):
+        block = triton.next_power_of_2(width)
+        yield AotSpec(
+            name=f"{heads}x{width}",
+            fn=_rms_norm_kernel,
+            signature={
+                "x": "*bf16",
+                "residual": "*bf16",
+                "weight": "*bf16",
+                "out": "*bf16",
+                "num_rows": "i32",
+                "stride_t": "i32:16",
+                "stride_h": "i32:16",
+                "residual_stride": "i32:16",
+                "eps": "fp32",
+            },
+            constexprs={
+                "HEADS": heads,
+                "WIDTH": width,
+                "BLOCK": block,
+                "ROWS": max(1, _TILE // block),
+                "ADD": add,
+            },
+            num_warps=4 if block <= _TILE else 8,
+        )
+
+
+def _moved(inputs: Inputs, passes: int) -> int:
+    return passes * inputs["x"].numel() * inputs["x"].element_size()
+
+
+OPS = (
+    Op(
+        name="rms_norm",
+        run=rms_norm,
+        reference=rms_norm_reference,
+        cases=_cases,
+        outputs=lambda inputs, result: [result],
+        aot=lambda: _aot(False),
+        bytes=lambda inputs: _moved(inputs, 2),
+    ),
+    Op(
+        name="add_rms_norm",
+        run=add_rms_norm,
+        reference=add_rms_norm_reference,
+        cases=_add_cases,
+        outputs=lambda inputs, result: [result, inputs["residual"]],
+        aot=lambda: _aot(True),
+        bytes=lambda inputs: _moved(inputs, 4),
+    ),
+)

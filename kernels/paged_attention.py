@@ -1,0 +1,491 @@
+"""Attention over the paged cache: decode and prefill rows in one batch, sinks, sliding window.
+
+Not here: writing the cache (kv_write.py), the latent form (mla_attention.py), and the test and
+benchmark cases' worth of pages, which a scheduler hands out in service.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.paged_attention_triton import (
+    DECODE_N,
+    MAX_SPLITS,
+    MIN_BLOCKS,
+    combine_kernel,
+    decode,
+    decode_kernel,
+    prefill,
+    prefill_kernel,
+    prefill_tile,
+)
+
+# Scores that the reference holds at once (64 MiB in fp32).
+_REFERENCE_SCORES = 1 << 24
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    max_q: int,
+    max_len: int,
+) -> Tensor:
+    """Causal attention of each row's newest tokens over that row's pages.
+
+    Shapes:  q [T, Q, D], any token stride, heads and values contiguous;
+             k_cache, v_cache [P, C, G, D], contiguous, Q a multiple of G;
+             page_table [S, M] int32;  seq_lens [S] int32: keys of a row, this step's included;
+             cu_q [S + 1] int32: row s owns the tokens cu_q[s] .. cu_q[s + 1] - 1, the last of them
+             at position seq_lens[s] - 1;  sinks [Q] or None;  returns [T, Q, D], contiguous.
+    window   0: all keys; else a query sees itself and the window - 1 keys before it.
+    sinks    one more logit per head in the softmax's denominator (GPT-OSS).
+    max_q, max_len  upper bounds of a row's queries and keys: host integers, for the launch alone.
+             Under a captured graph max_len is the model's longest sequence; work follows seq_lens.
+    Padding: a row without queries or keys, and a token of no row, give zeros.
+    Isolation: places past a row's end or before its window are not read, or read as zero: the pages
+             of others may hold NaN.
+    Order of summation: rows of one query depend on their own length and on S and max_len (the
+             number of splits), others on their own length and place in the batch's query blocks;
+             never on the neighbours' lengths or contents. On a CPU, see the reference.
+    Cost:    decode reads each visible key and value once.
+    Source:  FlashAttention-2, arXiv 2307.08691; split keys: Flash-Decoding.
+    """
+    if not use_triton(q):
+        return paged_attention_reference(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            cu_q,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            max_q=max_q,
+            max_len=max_len,
+        )
+    num_tokens, num_q, dim = q.shape
+    num_rows = seq_lens.shape[0]
+    num_kv = k_cache.shape[2]
+    assert q.stride()[1:] == (dim, 1), f"q must have contiguous heads, strides {q.stride()}"
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1
+    assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim, "caches unlike q"
+    assert num_q % num_kv == 0, f"{num_q} query heads over {num_kv} kv heads"
+    assert cu_q.shape[0] == num_rows + 1, f"cu_q {cu_q.shape[0]} for {num_rows} rows"
+    if max_q > 1:
+        out = torch.zeros(num_tokens, num_q, dim, dtype=q.dtype, device=q.device)  # [T, Q, D]
+        prefill(q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window)
+        if num_rows == 1:
+            return out  # the one row is the one with several queries
+    else:
+        # Here the kernel zeroes the tokens of no row: a fill of its own would cost one launch more.
+        out = torch.empty(num_tokens, num_q, dim, dtype=q.dtype, device=q.device)  # [T, Q, D]
+    if num_tokens and num_rows:
+        args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window, max_len)
+        decode(*args)
+    return out
+
+
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    max_q: int,
+    max_len: int,
+) -> Tensor:
+    """`paged_attention` in torch: rows of one query all at once, longer ones one by one.
+
+    A row of several queries has the same bits in any company. Rows of one query are padded to the
+    longest among them with keys of weight zero, at the end, so the products may be blocked
+    differently: differences of about 1e-7 of the values, in fp32, remain possible.
+    """
+    del max_q, max_len  # launch sizes: here the rows themselves are at hand
+    bounds, lens = cu_q.tolist(), seq_lens.tolist()
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # [T, Q, D]
+    single: list[int] = []
+    for row, length in enumerate(lens):
+        num_queries = bounds[row + 1] - bounds[row]
+        if num_queries == 1 and length > 0:
+            single.append(row)
+        elif num_queries > 1 and length > 0:
+            first, last = bounds[row], bounds[row + 1]
+            out[first:last] = _attend_row(
+                q[first:last], k_cache, v_cache, page_table[row], length, scale, window, sinks
+            )
+    if single:
+        whole = len(single) == q.shape[0] == len(lens)
+        tokens = None if whole else torch.tensor([bounds[row] for row in single], device=q.device)
+        table = page_table if whole else page_table[single]  # [S, M]
+        queries = q if tokens is None else q[tokens]  # [S, Q, D]
+        values = _attend_single(
+            queries,
+            k_cache,
+            v_cache,
+            table,
+            [lens[row] for row in single],
+            scale,
+            window,
+            sinks,
+        )
+        if tokens is None:
+            return values
+        out[tokens] = values
+    return out
+
+
+def _attend_single(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lens: Sequence[int],
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One query [S, Q, D] per row of `table`, every row with at least one key."""
+    num_rows, num_q, dim = q.shape
+    page, num_kv = k_cache.shape[1], k_cache.shape[2]
+    starts = [max(0, length - window) if window else 0 for length in lens]
+    counts = [length - start for length, start in zip(lens, starts, strict=True)]
+    longest = max(counts)
+    ragged = min(counts) < longest
+    pos = torch.arange(longest, device=q.device)  # [L]
+    if ragged or starts[0]:
+        first = torch.tensor(starts, device=q.device)[:, None]  # [S, 1]
+        last = torch.tensor(lens, device=q.device)[:, None] - 1  # [S, 1]
+        # Past its end a row reads its own last key again, with weight zero: never another's page.
+        pos = torch.minimum(pos + first, last)  # [S, L]
+        place = table.gather(1, pos // page).long()  # [S, L]
+    else:
+        place = table[:, pos // page].long()  # [S, L]
+    place = place.mul_(page).add_(pos % page)  # [S, L]
+    # Head-major rows, so that both products are plain batched ones.
+    head = torch.arange(num_kv, device=q.device)[None, :, None]  # [1, G, 1]
+    place = (place.mul_(num_kv)[:, None, :] + head).view(-1)  # [S G L]
+    shape = (num_rows * num_kv, longest, dim)
+    k = k_cache.view(-1, dim).index_select(0, place).view(shape)  # [S G, L, D]
+    v = v_cache.view(-1, dim).index_select(0, place).view(shape)  # [S G, L, D]
+    per_kv = num_q // num_kv
+    scores = torch.bmm(q.reshape(num_rows * num_kv, per_kv, dim), k.transpose(1, 2))  # [S G, Q/G, L]
+    scores = scores.view(num_rows, num_q, longest) * scale  # [S, Q, L]
+    if ragged:
+        live = torch.tensor(counts, device=q.device)[:, None, None]  # [S, 1, 1]
+        past = torch.arange(longest, device=q.device) >= live  # [S, 1, L]
+        scores = scores.masked_fill_(past, float("-inf"))
+    weights = _softmax(scores, None if sinks is None else sinks[:, None])  # [S, Q, L]
+    return torch.bmm(weights.reshape(num_rows * num_kv, per_kv, longest), v).view(q.shape)
+
+
+def _attend_row(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    length: int,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The queries [n, Q, D] of one row, the last at position length - 1."""
+    num_queries, num_q, dim = q.shape
+    page, num_kv = k_cache.shape[1], k_cache.shape[2]
+    per_kv = num_q // num_kv
+    start = length - num_queries  # position of the first query
+    low = max(0, start - window + 1) if window else 0
+    pos = torch.arange(low, length, device=q.device)  # [L]
+    place = pages[pos // page].long() * page + pos % page  # [L]
+    # Head-major, and in memory: a strided operand would send each product to a copy of its own.
+    k = k_cache.view(-1, num_kv, dim)[place].transpose(0, 1).contiguous()  # [G, L, D]
+    v = v_cache.view(-1, num_kv, dim)[place].transpose(0, 1).contiguous()  # [G, L, D]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [n, Q, D]
+    step = max(1, _REFERENCE_SCORES // (num_q * (length - low)))
+    for first in range(0, num_queries, step):
+        some = min(step, num_queries - first)
+        here = start + first  # position of this part's first query
+        begin = max(0, here - window + 1) - low if window else 0
+        end = here + some - low
+        part = q[first : first + some].view(some, num_kv, per_kv, dim)  # [n, G, Q/G, D]
+        part = part.permute(1, 2, 0, 3).reshape(num_kv, per_kv * some, dim)  # [G, Q/G n, D]
+        scores = torch.bmm(part, k[:, begin:end].transpose(1, 2)) * scale  # [G, Q/G n, L]
+        ahead = pos[begin:end][None, :] - torch.arange(here, here + some, device=q.device)[:, None]
+        hidden = ahead > 0  # [n, L]
+        if window:
+            hidden |= ahead <= -window
+        scores = scores.view(num_q, some, end - begin)  # [Q, n, L]
+        scores = scores.masked_fill_(hidden, float("-inf"))
+        weights = _softmax(scores, None if sinks is None else sinks[:, None, None])  # [Q, n, L]
+        values = torch.bmm(weights.reshape(num_kv, per_kv * some, end - begin), v[:, begin:end])
+        out[first : first + some] = values.view(num_q, some, dim).transpose(0, 1)
+    return out
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax over the last dimension, in fp32, with one more logit in the denominator if given."""
+    if sink is None:
+        return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+    column = sink.to(scores.dtype).expand(*scores.shape[:-1], 1)  # [.., 1]
+    joined = torch.cat((scores, column), -1)  # [.., L + 1]
+    return torch.softmax(joined, -1, dtype=torch.float32)[..., :-1].to(scores.dtype)
+
+
+# (queries, keys) of a row; a row of (0, 0) is padding.
+Rows = Sequence[tuple[int, int]]
+
+
+def make_case(
+    name: str,
+    rows: Rows,
+    num_q: int,
+    num_kv: int,
+    dim: int,
+    *,
+    page: int = 16,
+    window: int = 0,
+    sinks: bool = False,
+    spare: int = 0,
+    poison: float = float("nan"),
+    max_len: int = 0,
+    small: bool = True,
+) -> Case:
+    """A batch of these rows over shuffled pages, everything that no row may see being `poison`.
+
+    spare  tokens of no row at the end;  max_len  0 = the longest row, else what a capture would say.
+    """
+
+    def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
+        draw = torch.Generator(device).manual_seed(seed)
+        num_pages = [-(-length // page) for _, length in rows]
+        total = 1 + sum(num_pages)
+        order = 1 + torch.randperm(total - 1, generator=draw, device=device)  # [P - 1]; 0: no one's
+        table = torch.zeros(
+            len(rows), max(1, *num_pages), dtype=torch.int32, device=device
+        )  # [S, M]
+        caches = torch.full(
+            (2, total * page, num_kv, dim), poison, dtype=dtype, device=device
+        )  # [2, P C, G, D]
+        taken = 0
+        for row, (num_queries, length) in enumerate(rows):
+            low = max(0, length - num_queries - window + 1) if window else 0
+            table[row, : num_pages[row]] = order[taken : taken + num_pages[row]].int()
+            taken += num_pages[row]
+            pos = torch.arange(low, length, device=device)  # [L]
+            place = table[row, pos // page].long() * page + pos % page  # [L]
+            seen = torch.randn(2, length - low, num_kv, dim, generator=draw, device=device)
+            caches[:, place] = seen.to(dtype)
+            table[row, : low // page] = 0  # fell out of the window, given back to the pool
+        num_queries = [count for count, _ in rows]
+        num_tokens = sum(num_queries) + spare
+        queries = torch.randn(num_tokens, num_q + 2, dim, generator=draw, device=device)
+        lens = torch.tensor([length for _, length in rows], dtype=torch.int32)  # [S]
+        ends = torch.tensor([0, *num_queries], dtype=torch.int32).cumsum(0)  # [S + 1]
+        k_cache, v_cache = caches.view(2, total, page, num_kv, dim)  # [P, C, G, D] twice
+        return {
+            "q": queries.to(dtype)[:, :num_q],  # [T, Q, D], as a slice of qkv
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "page_table": table,
+            "seq_lens": lens.to(device),
+            "cu_q": ends.int().to(device),
+            "scale": dim**-0.5,
+            "window": window,
+            "sinks": torch.randn(num_q, generator=draw, device=device).to(dtype) if sinks else None,
+            "max_q": max(num_queries),
+            "max_len": max_len or int(lens.max()),
+        }
+
+    return Case(name, make, small)
+
+
+_PAD = (0, 0)
+
+
+def _cases() -> Iterable[Case]:
+    ragged = ((1, 5), (1, 33), _PAD, (1, 300), (1, 16))
+    mixed = ((1, 40), (7, 7), _PAD, (20, 45), (1, 1), (3, 64))
+    yield make_case("decode_one", ((1, 1),), 2, 1, 16)
+    yield make_case("decode_d64", ragged, 6, 2, 64, spare=2)
+    yield make_case("decode_d128_sinks", ragged, 4, 4, 128, sinks=True)
+    yield make_case("decode_window", ragged, 5, 1, 24, window=20, sinks=True)
+    yield make_case("decode_captured", ragged, 4, 2, 64, max_len=4096, spare=7)
+    yield make_case("decode_large", ragged, 4, 2, 64, sinks=True, poison=1e4)
+    yield make_case("prefill_one", ((9, 9),), 4, 2, 32)
+    yield make_case("mixed_d64", mixed, 6, 2, 64, spare=3)
+    yield make_case("mixed_window_sinks", mixed, 5, 1, 24, window=6, sinks=True)
+    yield make_case("mixed_large", mixed, 4, 4, 128, poison=-1e4)
+    # Sizes of service: GPT-OSS-20B (Q 64, G 8, D 64) and Qwen3-30B-A3B (Q 32, G 4, D 128).
+    for num_rows, length in ((1, 8192), (8, 2048), (32, 2048), (64, 2048)):
+        yield make_case(
+            f"gptoss_decode_{num_rows}x{length}",
+            ((1, length),) * num_rows,
+            64,
+            8,
+            64,
+            sinks=True,
+            max_len=131072,
+            small=False,
+        )
+    yield make_case(
+        "gptoss_decode_window_32x2048",
+        ((1, 2048),) * 32,
+        64,
+        8,
+        64,
+        window=128,
+        sinks=True,
+        max_len=131072,
+        small=False,
+    )
+    skewed = ((1, 65536), *(((1, 512),) * 31))
+    yield make_case("qwen3_decode_skewed", skewed, 32, 4, 128, max_len=131072, small=False)
+    chunk = ((2048, 4096), *(((1, 1024),) * 16))
+    yield make_case("qwen3_prefill_mixed", chunk, 32, 4, 128, small=False)
+    yield make_case(
+        "gptoss_prefill_window", ((4096, 4096),), 64, 8, 64, window=128, sinks=True, small=False
+    )
+
+
+def _shape_constexprs(num_q: int, num_kv: int, dim: int, window: int, sinks: bool) -> Inputs:
+    return {
+        "Q": num_q,
+        "D": dim,
+        "WINDOW": window,
+        "HAS_SINKS": sinks,
+        "BLOCK_D": dim,
+    }
+
+
+def _aot() -> Iterable[AotSpec]:
+    tensors = {
+        "q": "*bf16",
+        "k_cache": "*bf16",
+        "v_cache": "*bf16",
+        "page_table": "*i32",
+        "seq_lens": "*i32",
+        "cu_q": "*i32",
+        "sinks": "*bf16",
+        "out": "*bf16",
+    }
+    for model, num_q, num_kv, dim, window, sinks in (
+        ("gptoss", 64, 8, 64, 0, True),
+        ("gptoss", 64, 8, 64, 128, True),
+        ("qwen3", 32, 4, 128, 0, False),
+    ):
+        shape = _shape_constexprs(num_q, num_kv, dim, window, sinks)
+        cache = {**shape, "G": num_kv, "C": 16, "UPCAST": False}
+        heads = num_q // num_kv
+        for split in (False, True):
+            where = "fp32" if split else "bf16"
+            yield AotSpec(
+                name=f"{model}_decode_w{window}_{'split' if split else 'whole'}",
+                fn=decode_kernel,
+                signature={
+                    **tensors,
+                    "parts": f"*{where}",
+                    "lse": f"*{where}",
+                    "num_tokens": "i32",
+                    "num_rows": "i32",
+                    "table_stride": "i32",
+                    "q_stride": "i32:16",
+                    "num_splits": "i32",
+                    "scale": "fp32",
+                },
+                constexprs={
+                    **cache,
+                    "SPLIT": split,
+                    "BLOCK_H": 16,
+                    "BLOCK_N": DECODE_N,
+                    "MIN_BLOCKS": MIN_BLOCKS,
+                },
+            )
+        yield AotSpec(
+            name=f"{model}_combine_w{window}",
+            fn=combine_kernel,
+            signature={
+                "parts": "*fp32",
+                "lse": "*fp32",
+                "seq_lens": "*i32",
+                "cu_q": "*i32",
+                "sinks": "*bf16",
+                "out": "*bf16",
+                "num_splits": "i32",
+            },
+            constexprs={
+                **shape,
+                "BLOCK_N": DECODE_N,
+                "MIN_BLOCKS": MIN_BLOCKS,
+                "MAX_SPLITS": MAX_SPLITS,
+            },
+        )
+        block_m, block_n = prefill_tile(heads, wide=False)
+        yield AotSpec(
+            name=f"{model}_prefill_w{window}",
+            fn=prefill_kernel,
+            signature={
+                **tensors,
+                "num_rows": "i32",
+                "table_stride": "i32",
+                "q_stride": "i32:16",
+                "scale": "fp32",
+            },
+            constexprs={**cache, "HEADS": heads, "BLOCK_M": block_m, "BLOCK_N": block_n},
+            num_warps=4 if block_m * dim <= 8192 else 8,
+        )
+
+
+def _visible(inputs: Inputs) -> list[tuple[int, int, int]]:
+    """(queries, keys that some query sees, pairs of query and key) of each row."""
+    bounds, lens = inputs["cu_q"].tolist(), inputs["seq_lens"].tolist()
+    window = inputs["window"]
+    rows = []
+    for row, length in enumerate(lens):
+        count = bounds[row + 1] - bounds[row]
+        ends = range(length - count + 1, length + 1)
+        pairs = sum(min(end, window) if window else end for end in ends)
+        rows.append((count, min(length, count + window - 1) if window else length, pairs))
+    return rows
+
+
+def _bytes(inputs: Inputs) -> int:
+    cache = inputs["k_cache"]
+    keys = sum(keys for count, keys, _ in _visible(inputs) if count)
+    moved = 2 * keys * cache.shape[2] * cache.shape[3] + 2 * inputs["q"].numel()
+    return int(moved * cache.element_size())
+
+
+def _flops(inputs: Inputs) -> int:
+    pairs = sum(pairs for _, _, pairs in _visible(inputs))
+    return int(4 * pairs * inputs["q"].shape[1] * inputs["q"].shape[2])
+
+
+OPS = (
+    Op(
+        name="paged_attention",
+        run=paged_attention,
+        reference=paged_attention_reference,
+        cases=_cases,
+        outputs=lambda inputs, result: [result],
+        aot=_aot,
+        bytes=_bytes,
+        flops=_flops,
+    ),
+)

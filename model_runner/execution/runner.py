@@ -1,0 +1,279 @@
+"""`ModelRunner`: a scheduled batch in, sampled tokens out. Inputs, eager or graph, sample.
+
+A step is launched without waiting for the one before it: the tokens that a row needs from there stay on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.lora_tables import LoraTables, Worklist
+from kernels.moe_gate import build_worklist
+from kernels.op import use_triton
+from kernels.tiling import dense_lora_block_m
+from model_runner.execution.cuda_graphs import DecodeGraphs, padded_sizes
+from model_runner.execution.inputs import (
+    HostBuffer,
+    PageTables,
+    StepShape,
+    fill_decode,
+    fill_mixed,
+    fill_sampling,
+)
+from model_runner.execution.kv_cache import KvLayout
+from model_runner.execution.sampler import (
+    Sampled,
+    TokenMask,
+    is_plain,
+    sample,
+    sample_plain,
+)
+from model_runner.layers.context import ForwardContext, KvGroupContext
+from model_runner.models.decoder import Decoder
+from model_runner.request import TokenLogprobs
+from model_runner.scheduling.batch import ScheduledBatch
+
+BUFFERS = 3  # host buffers of one shape in turn: the step in flight may still be reading the last two
+ScoreSink = Callable[[int, int, Tensor], None]
+
+
+@dataclass
+class PendingStep:
+    """A launched step. `wait` gives one token per batch row that samples, in order, and their log-probabilities."""
+
+    batch: ScheduledBatch
+    tokens: Tensor
+    sample_rows: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] | None
+    event: "torch.cuda.Event | None"
+
+    def wait(self) -> tuple[list[int], tuple[TokenLogprobs | None, ...] | None]:
+        """Blocks until the device has drawn the tokens."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens = self.tokens.tolist()
+        return [tokens[i] for i in self.sample_rows], self.logprobs
+
+
+class ModelRunner:
+    """Runs one model on one device.
+
+    caches  by layer, see ForwardContext;  lora  None when the engine has no slots;  masks  token masks by name
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layout: KvLayout,
+        caches: tuple[tuple[Tensor, Tensor], ...],
+        lora: LoraTables | None,
+        *,
+        device: torch.device,
+        page_tokens: int,
+        max_num_seqs: int,
+        max_len: int,
+        use_graphs: bool,
+    ) -> None:
+        self.model, self.device, self.masks = model, device, dict[str, TokenMask]()
+        self._layout, self._caches, self._lora = layout, caches, lora
+        self._page_tokens, self._max_len = page_tokens, max_len
+        self._columns = -(-max_len // page_tokens)
+        groups = len(layout.groups)
+        self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
+        self._previous = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)  # tokens by row of the last step
+        self._ring: dict[StepShape, list[HostBuffer]] = {}
+        self._step = 0
+        self._hits = torch.zeros((), dtype=torch.int64, device=device)
+        self._hit_steps = 0
+        self._moe_layers = sum(1 for e in model.config.experts_of_layer if e)
+        self._graphs = DecodeGraphs(padded_sizes(max_num_seqs)) if use_graphs else None
+
+    def warm_up(self) -> None:
+        """Compile everything and capture every graph, so that no request pays for it. Does nothing on a CPU."""
+        if self._graphs is not None:
+            for size in self._graphs.sizes:
+                shape = self._decode_shape(size)
+                buffer = HostBuffer(shape, pinned=True)
+                self._graphs.capture(size, buffer, lambda views, shape=shape: self._decode_step(views, shape))
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch, scored: dict[int, ScoreSink] | None = None) -> PendingStep:
+        """Queue one step on the device.
+
+        scored  batch row -> sink(row, first position, logits [tokens, V]): rows whose every position's logits are wanted
+        """
+        self._step += 1
+        sample_rows = tuple(s for s, row in enumerate(batch.samples) if row is not None)
+        decode = all(count == 1 for count in batch.num_tokens) and not scored
+        size = self._graphs.fit(len(batch.seq_ids)) if decode and self._graphs is not None else None
+        if size is not None:
+            logits, tokens = self._replay(batch, size)
+            at = sample_rows
+        elif decode:
+            logits, tokens = self._run_decode(batch)
+            at = sample_rows
+        else:
+            logits, tokens = self._run_mixed(batch, sample_rows, scored or {})
+            at = tuple(range(len(sample_rows)))
+        rows = [batch.samples[s] for s in sample_rows]
+        logprobs = None
+        if not is_plain(rows):
+            drawn = self._sample_general(batch, sample_rows, logits[list(at)])
+            tokens = tokens.clone()
+            tokens[list(at)] = drawn.tokens
+            self._previous[list(sample_rows)] = drawn.tokens
+            logprobs = drawn.logprobs
+        return PendingStep(batch, *self._read_back(tokens, at), logprobs, self._record())
+
+    def distinct_experts(self) -> float:
+        """Mean over MoE layers and decode steps of the experts hit, since the last call; 0 if there were none."""
+        steps, self._hit_steps = self._hit_steps, 0
+        hits = int(self._hits.item())
+        self._hits.zero_()
+        return hits / (steps * self._moe_layers) if steps and self._moe_layers else 0.0
+
+    # ---- the three ways to run a step -------------------------------------------------------------------------------
+
+    def _replay(self, batch: ScheduledBatch, size: int) -> tuple[Tensor, Tensor]:
+        assert self._graphs is not None
+        buffer = self._host_buffer(self._decode_shape(size))
+        fill_decode(buffer, self._tables, batch, self._page_tokens, self._columns)
+        self._hit_steps += 1
+        return self._graphs.replay(size, buffer)
+
+    def _run_decode(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        columns = -(-(max(batch.starts) + 1) // self._page_tokens)
+        shape = StepShape(*(len(batch.seq_ids),) * 3, columns, len(self._layout.groups))
+        buffer = self._host_buffer(shape)
+        fill_decode(buffer, self._tables, batch, self._page_tokens, columns)
+        self._hit_steps += 1
+        return self._decode_step(self._upload(buffer), shape, max(batch.starts) + 1)
+
+    def _run_mixed(
+        self, batch: ScheduledBatch, sample_rows: Sequence[int], scored: dict[int, ScoreSink]
+    ) -> tuple[Tensor, Tensor]:
+        counts = batch.num_tokens
+        max_len = max(start + count for start, count in zip(batch.starts, counts, strict=True))
+        columns = -(-max_len // self._page_tokens)
+        ends, total = [], 0
+        for count in counts:
+            total += count
+            ends.append(total)
+        logit_rows = [ends[s] - 1 for s in sample_rows]
+        for s in scored:
+            logit_rows += range(ends[s] - counts[s], ends[s])
+        shape = StepShape(len(counts), total, len(logit_rows), columns, len(self._layout.groups))
+        buffer = self._host_buffer(shape)
+        padding = [sample_rows[0] if sample_rows else 0] * (len(logit_rows) - len(sample_rows))
+        fill_mixed(buffer, self._tables, batch, self._page_tokens, columns, logit_rows, [*sample_rows, *padding])
+        views = self._upload(buffer)
+        ctx = self._context(views, max(counts), max_len)
+        logits = self.model.forward(self._token_ids(views), ctx)  # [Z, V]
+        n = len(sample_rows)
+        at = n
+        for s, sink in scored.items():
+            sink(s, batch.starts[s], logits[at : at + counts[s]])
+            at += counts[s]
+        tokens = sample_plain(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [Z]
+        self._previous[views["sample_rows"][:n]] = tokens
+        return logits[:n], tokens
+
+    def _decode_step(self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0) -> tuple[Tensor, Tensor]:
+        """One decode step over device columns; what a graph captures. Gives logits [S, V] and tokens [S]."""
+        hit: list[Tensor] = []
+        ctx = self._context(views, 1, max_len or self._max_len, hit)
+        logits = self.model.forward(self._token_ids(views), ctx)  # [S, V]
+        tokens = sample_plain(logits, views["temperature"], views["uniform"])  # [S]
+        self._previous[: shape.rows].copy_(tokens)
+        if hit:
+            self._count_experts(torch.stack(hit), views["num_rows"])
+        return logits, tokens
+
+    # ---- pieces -----------------------------------------------------------------------------------------------------
+
+    def _token_ids(self, views: dict[str, Tensor]) -> Tensor:
+        sources = views["sources"]
+        return torch.where(sources >= 0, self._previous[sources.clamp(min=0)].clamp(min=0), views["token_ids"])  # [T]
+
+    def _context(
+        self, views: dict[str, Tensor], max_q: int, max_len: int, experts_hit: list[Tensor] | None = None
+    ) -> ForwardContext:
+        slots, work, logit_work = views["slot_of_token"], None, None
+        if self._lora is not None:
+            work = self._slot_work(slots)
+            logit_work = work if max_q == 1 else self._slot_work(slots[views["logit_rows"]])
+        groups = range(len(self._layout.groups))
+        return ForwardContext(
+            positions=views["positions"],
+            cu_q=views["cu_q"],
+            seq_lens=views["seq_lens"],
+            slot_of_token=slots,
+            logit_rows=views["logit_rows"],
+            groups=tuple(KvGroupContext(views["page_table"][g], views["write_idx"][g]) for g in groups),
+            group_of_layer=self._layout.group_of_layer,
+            caches=self._caches,
+            max_q=max_q,
+            max_len=max_len,
+            lora=self._lora,
+            slot_work=work,
+            logit_slot_work=logit_work,
+            experts_hit=experts_hit,
+        )
+
+    def _slot_work(self, slots: Tensor) -> Worklist:
+        assert self._lora is not None
+        block_m = dense_lora_block_m(len(slots)) if use_triton(slots) else len(slots)
+        return build_worklist(None, slots, 1, self._lora.num_slots, block_m)
+
+    def _count_experts(self, ids: Tensor, num_rows: Tensor) -> None:
+        """Add the number of distinct experts of the real rows, over all layers. ids [N, T, K]; num_rows [1]"""
+        layers, rows, _ = ids.shape
+        experts = self.model.config.num_experts
+        real = torch.arange(rows, device=ids.device)[:, None] < num_rows  # [T, 1]
+        flat = torch.where(real, ids, experts).reshape(layers, -1).long()  # [N, T K]
+        seen = torch.zeros(layers, experts + 1, dtype=torch.int64, device=ids.device)  # [N, E + 1]
+        self._hits += seen.scatter_(1, flat, 1)[:, :experts].sum()
+
+    def _sample_general(self, batch: ScheduledBatch, sample_rows: Sequence[int], logits: Tensor) -> Sampled:
+        rows = [row for row in batch.samples if row is not None]
+        buffer = HostBuffer(StepShape(1, 1, len(rows), 1, 1), pinned=False)
+        fill_sampling(buffer, batch, sample_rows)
+        views = buffer.device_views(buffer.memory.to(self.device))
+        positions = [batch.position(s) for s in sample_rows]
+        return sample(logits, rows, views["temperature"], views["uniform"], self.masks, positions)
+
+    def _read_back(self, tokens: Tensor, at: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+        if self.device.type == "cpu":
+            return tokens, tuple(at)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        return host, tuple(at)
+
+    def _record(self) -> "torch.cuda.Event | None":
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _decode_shape(self, size: int) -> StepShape:
+        return StepShape(size, size, size, self._columns, len(self._layout.groups))
+
+    def _host_buffer(self, shape: StepShape) -> HostBuffer:
+        """A buffer of this shape that no step in flight reads. Shapes of mixed steps rarely repeat: they get a fresh one."""
+        pinned = self.device.type != "cpu"
+        if shape.tokens != shape.rows:
+            return HostBuffer(shape, pinned)
+        ring = self._ring.setdefault(shape, [])
+        if len(ring) < BUFFERS:
+            ring.append(HostBuffer(shape, pinned))
+            return ring[-1]
+        ring.append(ring.pop(0))
+        return ring[-1]
+
+    def _upload(self, buffer: HostBuffer) -> dict[str, Tensor]:
+        if self.device.type == "cpu":
+            return buffer.device_views(buffer.memory)
+        return buffer.device_views(buffer.memory.to(self.device, non_blocking=True))

@@ -1,0 +1,130 @@
+"""Logits to tokens. A row's draw depends on its logits and on (seed, index, position) alone, never on its company.
+
+The random number is made on the host by a hash and sent along as one float: the device inverts the cumulative distribution, so
+there is no generator state, and a request repeated elsewhere draws the same tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model_runner.request import TokenLogprobs
+from model_runner.scheduling.batch import SamplingRow
+
+NOT_FINITE = -1  # the token of a row whose logits hold NaN: the engine ends that request and no other
+MASK_64 = (1 << 64) - 1
+
+TokenMask = Callable[[SamplingRow, int], Tensor]
+
+
+def draw_uniform(seed: int, index: int, position: int) -> float:
+    """A number in (0, 1) from (seed, index, position): splitmix64 over the three.
+
+    Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """
+    x = seed & MASK_64
+    for word in (index, position):
+        x = (x + 0x9E3779B97F4A7C15 * (word + 1)) & MASK_64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+        x ^= x >> 31
+    return ((x >> 41) + 0.5) / (1 << 23)  # 23 bits and a half: exact in float32, never 0 or 1
+
+
+def sample_plain(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """Greedy rows and rows with a temperature and nothing else; fit for a captured graph.
+
+    Shapes:  logits [Z, V]; temperature, uniform [Z] float32 (temperature 0 = greedy) -> [Z] int64, NOT_FINITE where logits hold NaN
+    """
+    logits = logits.float()  # [Z, V]
+    best, greedy = logits.max(-1)  # [Z] twice; NaN wins a max
+    scaled = (logits - best[:, None]) / temperature.clamp(min=1e-6)[:, None]  # [Z, V]
+    drawn = _invert(scaled.exp(), uniform)
+    tokens = torch.where(temperature > 0, drawn, greedy)  # [Z]
+    return torch.where(torch.isfinite(best), tokens, NOT_FINITE)
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index of the first token at which the cumulative weight passes uniform * total. [Z, V], [Z] -> [Z] int64"""
+    cumulative = weights.cumsum(-1)  # [Z, V]
+    threshold = uniform[:, None] * cumulative[:, -1:]  # [Z, 1]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one step drew: tokens [Z] on the device, and for rows that asked, their log-probabilities (else None)."""
+
+    tokens: Tensor
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+def is_plain(rows: Sequence[SamplingRow]) -> bool:
+    """Whether `sample_plain` serves all these rows."""
+    return all(
+        r.top_p >= 1 and not r.top_k and not r.banned_ids and not r.mask and r.logprobs is None for r in rows
+    )
+
+
+def sample(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    temperature: Tensor,
+    uniform: Tensor,
+    masks: dict[str, TokenMask],
+    positions: Sequence[int],
+) -> Sampled:
+    """Every kind of row. Log-probabilities are of the model's distribution, before temperature, bans and masks.
+
+    Shapes:  logits [Z, V]; temperature, uniform [Z] float32, rows and positions of length Z.
+    """
+    raw = logits.float()  # [Z, V]
+    work = raw
+    for z, row in enumerate(rows):
+        if row.banned_ids or row.mask:
+            work = work.clone() if work is raw else work
+            if row.banned_ids:
+                work[z, list(row.banned_ids)] = -torch.inf
+            if row.mask:
+                work[z].masked_fill_(~masks[row.mask](row, positions[z]).to(work.device), -torch.inf)
+    cut = [z for z, r in enumerate(rows) if r.temperature > 0 and (r.top_p < 1 or r.top_k)]
+    if cut:
+        work = work.clone() if work is raw else work
+        work[cut] = _keep_top(work[cut], [rows[z] for z in cut])
+    tokens = sample_plain(work, temperature, uniform)
+    tokens = torch.where(torch.isfinite(raw.amax(-1)), tokens, NOT_FINITE)
+    wanted = [z for z, r in enumerate(rows) if r.logprobs is not None]
+    return Sampled(tokens, _logprobs(raw, tokens, rows, wanted) if wanted else None)
+
+
+def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Cut each row to its top_k best tokens, then to the fewest of those that hold top_p of the tempered mass. [n, V] -> [n, V]"""
+    device, vocab = logits.device, logits.shape[-1]
+    ordered, ids = logits.sort(-1, descending=True, stable=True)  # [n, V] twice
+    top_k = torch.tensor([r.top_k or vocab for r in rows], device=device)[:, None]  # [n, 1]
+    top_p = torch.tensor([r.top_p for r in rows], device=device)[:, None]  # [n, 1]
+    temperature = torch.tensor([r.temperature for r in rows], device=device)[:, None]  # [n, 1]
+    beyond = torch.arange(vocab, device=device)[None] >= top_k  # [n, V]
+    mass = ((ordered - ordered[:, :1]) / temperature).exp().masked_fill(beyond, 0)  # [n, V]
+    before = mass.cumsum(-1) - mass  # [n, V] mass of the better ones
+    beyond |= before >= top_p * mass.sum(-1, keepdim=True)
+    beyond[:, 0] = False
+    return torch.empty_like(logits).scatter_(1, ids, ordered.masked_fill(beyond, -torch.inf))  # [n, V]
+
+
+def _logprobs(
+    raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], wanted: Sequence[int]
+) -> tuple[TokenLogprobs | None, ...]:
+    most = max(rows[z].logprobs or 0 for z in wanted)
+    log = raw[list(wanted)].log_softmax(-1)  # [w, V]
+    chosen = log.gather(1, tokens[list(wanted)].clamp(min=0)[:, None])[:, 0].tolist()  # [w]
+    best = log.topk(most, -1) if most else None
+    values = best.values.tolist() if best else [[]] * len(wanted)
+    ids = best.indices.tolist() if best else [[]] * len(wanted)
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    for i, z in enumerate(wanted):
+        count = rows[z].logprobs or 0
+        found[z] = TokenLogprobs(chosen[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
+    return tuple(found)

@@ -1,0 +1,60 @@
+"""Attention over the paged cache: project, norm and rotate, write keys and values, attend, project back."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.kv_write import kv_write
+from kernels.norm import rms_norm
+from kernels.paged_attention import paged_attention
+from kernels.rope import apply_rope
+from model_runner.layers.context import ForwardContext
+from model_runner.layers.linear import Linear
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention with grouped heads.
+
+    qkv [ (Q + 2 G) D, H ];  out [H, Q D];  q_norm, k_norm [D] or None;  sinks [Q] or None;  window 0 = full
+    rope  [positions, D] float32, shared by all layers
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: Linear
+    out: Linear
+    rope: Tensor
+    eps: float
+    window: int = 0
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv(x, ctx).view(len(x), heads + 2 * kv_heads, dim)  # [T, Q + 2G, D]
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)  # [T, Q, D], [T, G, D] twice
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        apply_rope(q, k, self.rope, ctx.positions)
+        group = ctx.groups[ctx.group_of_layer[self.layer]]
+        k_cache, v_cache = ctx.caches[self.layer]
+        kv_write(k, v, k_cache, v_cache, group.write_idx)
+        y = paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            group.page_table,
+            ctx.seq_lens,
+            ctx.cu_q,
+            scale=dim**-0.5,
+            window=self.window,
+            sinks=self.sinks,
+            max_q=ctx.max_q,
+            max_len=ctx.max_len,
+        )  # [T, Q, D]
+        return self.out(y.reshape(len(x), heads * dim), ctx)

@@ -1,0 +1,66 @@
+"""The feed-forward half of a layer: dense, or a mixture of experts with each token's expert LoRA."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up, moe_sum
+from kernels.fused_moe_lora import moe_lora
+from kernels.gated_act import gated_act
+from kernels.moe_gate import build_worklist, moe_gate
+from kernels.op import use_triton
+from kernels.tiling import moe_block_m
+from model_runner.layers.context import ForwardContext
+from model_runner.layers.linear import Linear
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """gate_up [2I, H], down [H, I]."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        return self.down(gated_act(self.gate_up(x, ctx), self.activation), ctx)
+
+
+@dataclass(frozen=True)
+class MoeMlp:
+    """gate [E, H] chooses top_k experts a token; gate_up [E, 2I, H], down [E, H, I].
+
+    The base products never see an adapter: their worklist is by expert alone, with adapters or without.
+    """
+
+    gate: Linear
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    activation: str
+    gate_up_target: int
+    down_target: int
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        weights, ids = moe_gate(self.gate(x, ctx), self.top_k, self.renormalize)  # [T, K] twice
+        if ctx.experts_hit is not None:
+            ctx.experts_hit.append(ids)
+        lora, slots = ctx.lora, ctx.slot_of_token
+        work = lora_work = None
+        if use_triton(x):
+            block_m = moe_block_m(len(x), self.top_k, self.num_experts)
+            work = build_worklist(ids, None, self.num_experts, 0, block_m)
+            if lora is not None:
+                lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
+        y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
+        if lora is not None:
+            moe_lora(y, x, lora, self.gate_up_target, ids, slots, lora_work, x_rows_per_pair=False, weights=None)
+        h = gated_act(y, self.activation)  # [T K, I]
+        y = moe_down(h, self.down, ids, work, weights)  # [T K, H]
+        if lora is not None:
+            moe_lora(y, h, lora, self.down_target, ids, slots, lora_work, x_rows_per_pair=True, weights=weights)
+        return moe_sum(y, self.top_k)  # [T, H]

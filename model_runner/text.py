@@ -1,0 +1,294 @@
+"""`TextEngine`: the text of what an engine streams as ids, cut at stop strings. In front of a local engine or a remote one.
+
+Not for chunking to a wire (that is the service's), and not for templates and vocabularies (tokenizer.py). No torch.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
+from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(frozen=True)
+class TextOutput:
+    """News of one sequence of one request, as text. finish_reason is None until the last one.
+
+    text  what became certain: it may lag behind token_ids while a character is incomplete or a stop string possible
+    stop_reason  the stop string that ended it, if one did;  num_output_tokens  so far, up to the one that completed it
+    The other fields are those of `RequestOutput`.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    error_code: ErrorCode | None = None
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class StopTable:
+    """Stop strings as an Aho-Corasick automaton: made once, shared by all sequences of a request.
+
+    Cost: memory and time linear in the strings' characters.   Errors: ValueError for an empty string or no string.
+    Source: Aho and Corasick, "Efficient string matching", CACM 1975.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            raise ValueError("stop must be a list of strings, not one string")
+        # Per state: edges, the state of its longest proper suffix, its length, the longest stop that ends in it.
+        self.edges: list[dict[str, int]] = [{}]
+        self.fallback = [0]
+        self.depth = [0]
+        self.found: list[str | None] = [None]
+        for stop in stops:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(f"a stop string must be a string that is not empty, not {stop!r:.60}")
+            self._add(stop)
+        self._link()
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            following = self.edges[state].get(char)
+            if following is None:
+                following = self.edges[state][char] = len(self.edges)
+                self.edges.append({})
+                self.fallback.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+            state = following
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        queue = list(self.edges[0].values())
+        for state in queue:  # grows while it is walked: shorter states come first
+            for char, following in self.edges[state].items():
+                self.fallback[following] = self.step(self.fallback[state], char)
+                queue.append(following)
+            if self.found[state] is None:
+                self.found[state] = self.found[self.fallback[state]]
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        edges, fallback = self.edges, self.fallback
+        while char not in edges[state]:
+            if state == 0:
+                return 0
+            state = fallback[state]
+        return edges[state][char]
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that comes in pieces, however it is cut.
+
+    The first is the one that ends first; of those that end together the longest, which starts first. Text that may be
+    the start of a stop string is held back, and no other. Cost: constant per character, amortised.
+    """
+
+    def __init__(self, stops: Sequence[str] | StopTable) -> None:
+        self._table = stops if isinstance(stops, StopTable) else StopTable(stops)
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str, accept: bool = True) -> str:
+        """The text before the match that this piece makes certain. After a match (`matched`) it is always "".
+
+        accept  whether a stop string that ends in this piece counts; it is passed over if not.
+        """
+        if self.matched is not None:
+            return ""
+        table, state = self._table, self._state
+        text = self._held + piece
+        for end, char in enumerate(piece, len(self._held) + 1):
+            state = table.step(state, char)
+            found = table.found[state]
+            if accept and found is not None:
+                self.matched, self._held = found, ""
+                return text[: end - len(found)]
+        certain = len(text) - table.depth[state]
+        self._state, self._held = state, text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+
+class TextEngine:
+    """Text around a stream of ids.
+
+    stream  submits a request and gives its outputs; closing it aborts the request
+    abort   ends one of the n sequences: (request_id, index). None: the others' stream just runs on without it
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stream: Callable[[Request], AsyncIterator[RequestOutput]],
+        abort: Callable[[str, int], Awaitable[None] | None] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._stream = stream
+        self._abort = abort
+
+    async def stream(
+        self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
+    ) -> AsyncGenerator[TextOutput, None]:
+        """The request's outputs as text, cut at the first of the stop strings (kept if include_stop).
+
+        A sequence that meets a stop string is aborted before its last output is given. A stop string that ends before
+        `min_tokens` does not count. A stop id's own text is left out, as a stop string's.
+        Closing this generator closes the stream.
+        Every sequence gets an output with a finish_reason: ENGINE_DEAD if the stream ends without.
+        Errors: ValueError for an empty stop string, before anything is submitted.
+        """
+        table = StopTable(stop) if stop else None
+        n = request.sampling.n
+        running = {i: _SequenceText(self.tokenizer, request, table, include_stop) for i in range(n)}
+        outputs = self._stream(request)
+        try:
+            async for output in outputs:
+                sequence = running.get(output.index)
+                if sequence is None:  # ended by a stop string: these came before the abort was heard
+                    continue
+                news = sequence.read(output)
+                if news.finish_reason is not None:
+                    del running[output.index]
+                    if output.finish_reason is None and running:
+                        await self._abort_one(request.request_id, output.index)
+                    if not running:
+                        await _close(outputs)
+                yield news
+                if not running:
+                    return
+            for index, sequence in running.items():
+                yield sequence.broken(RequestOutput(request.request_id, index))
+        finally:
+            await _close(outputs)
+
+    async def complete(
+        self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
+    ) -> list[TextOutput]:
+        """`stream` to its end: one output for each sequence, with all its text and tokens."""
+        pieces: dict[int, list[TextOutput]] = {i: [] for i in range(request.sampling.n)}
+        async for output in self.stream(request, stop, include_stop):
+            pieces[output.index].append(output)
+        return [
+            replace(
+                parts[-1],
+                text="".join(part.text for part in parts),
+                token_ids=tuple(i for part in parts for i in part.token_ids),
+                logprobs=tuple(entry for part in parts for entry in part.logprobs),
+            )
+            for parts in pieces.values()
+        ]
+
+    async def _abort_one(self, request_id: str, index: int) -> None:
+        if self._abort is not None:
+            waiting = self._abort(request_id, index)
+            if waiting is not None:
+                await waiting
+
+
+class _SequenceText:
+    """The text of one sequence so far."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, request: Request, table: StopTable | None, include_stop: bool
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._matcher = None if table is None else StopMatcher(table)
+        self._include_stop = include_stop
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._min_tokens = request.sampling.min_tokens
+        self._num_tokens = 0
+        self._last: RequestOutput | None = None
+
+    def read(self, output: RequestOutput) -> TextOutput:
+        """The output as text. Token by token, so that it does not matter how many come at once."""
+        self._last = output
+        ids = output.new_token_ids
+        text: list[str] = []
+        for position, token_id in enumerate(ids):
+            self._num_tokens += 1
+            is_last = output.finish_reason is FinishReason.STOP and position == len(ids) - 1
+            if is_last and token_id in self._stop_ids and not self._include_stop:
+                break
+            text.append(self._cut(self._detokenizer.push((token_id,))))
+            if self._matched:
+                return self._stopped(output, text, position + 1)
+        if output.finish_reason is not None:
+            text.append(self._cut(self._detokenizer.flush()))
+            if self._matched:
+                return self._stopped(output, text, len(ids))
+            if self._matcher is not None:
+                text.append(self._matcher.flush())
+        return _as_text(output, "".join(text))
+
+    def broken(self, empty: RequestOutput) -> TextOutput:
+        """The last output of a sequence whose stream ended without one."""
+        last = replace(
+            self._last or empty,
+            new_token_ids=(),
+            logprobs=(),
+            finish_reason=FinishReason.ERROR,
+            error_code=ErrorCode.ENGINE_DEAD,
+            error="the engine's stream ended before the answer did",
+        )
+        return self.read(last)
+
+    @property
+    def _matched(self) -> str | None:
+        return None if self._matcher is None else self._matcher.matched
+
+    def _cut(self, piece: str) -> str:
+        if self._matcher is None:
+            return piece
+        return self._matcher.push(piece, accept=self._num_tokens >= self._min_tokens)
+
+    def _stopped(self, output: RequestOutput, text: list[str], num_read: int) -> TextOutput:
+        """Ends at the token that completed the stop string, as if the others had not come."""
+        if self._include_stop:
+            text.append(self._matched or "")
+        cut = replace(
+            output,
+            new_token_ids=output.new_token_ids[:num_read],
+            logprobs=output.logprobs[:num_read],
+            finish_reason=FinishReason.STOP,
+            error_code=None,
+            error="",
+            num_output_tokens=output.num_output_tokens - (len(output.new_token_ids) - num_read),
+        )
+        return replace(_as_text(cut, "".join(text)), stop_reason=self._matched)
+
+
+def _as_text(output: RequestOutput, text: str) -> TextOutput:
+    return TextOutput(
+        request_id=output.request_id,
+        index=output.index,
+        text=text,
+        token_ids=output.new_token_ids,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        error_code=output.error_code,
+        error=output.error,
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        num_output_tokens=output.num_output_tokens,
+    )
+
+
+async def _close(outputs: AsyncIterator[RequestOutput]) -> None:
+    close = getattr(outputs, "aclose", None)
+    if close is not None:
+        await close()
