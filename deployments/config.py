@@ -1,15 +1,23 @@
-"""`ServiceConfig`: one YAML file, typed and checked at the door. What it says is never changed later; no Ray here."""
+"""`ServiceConfig`: one YAML file, typed and checked at the door. What it says is never changed
+later; no Ray here."""
 
 import os
 import posixpath
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic import field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from adapter_store.ref import AdapterRef
 from deployments.placement.registry import POLICIES
@@ -38,14 +46,14 @@ class ModelSettings(_Section):
     path: str
     load_format: str = "safetensors"
     engine: dict[str, Any] = {}
-    num_replicas: int = Field(1, ge=1)
-    num_cpus: float = Field(0.1, ge=0)
-    num_gpus: float = Field(0, ge=0)
-    max_ongoing_requests: int = Field(128, ge=1)
-    max_queued_requests: int = Field(256, ge=0)
-    default_max_tokens: int = Field(256, ge=1)
-    spill_after_s: float = Field(0.25, ge=0)
-    graceful_shutdown_timeout_s: float = Field(20, gt=0)
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    num_gpus: Annotated[float, Field(ge=0)] = 0
+    max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
+    max_queued_requests: Annotated[int, Field(ge=0)] = 256
+    default_max_tokens: Annotated[int, Field(ge=1)] = 256
+    spill_after_s: Annotated[float, Field(ge=0)] = 0.25
+    graceful_shutdown_timeout_s: Annotated[float, Field(gt=0)] = 20
 
     @field_validator("engine")
     @classmethod
@@ -75,21 +83,24 @@ class S3Settings(_Section):
     access_key_env: str = "AWS_ACCESS_KEY_ID"
     secret_key_env: str = "AWS_SECRET_ACCESS_KEY"
 
-    def environment(self) -> dict[str, str]:
-        """The settings in the words of the AWS tools; raises `ConfigError` where a variable is missing."""
-        given = {"AWS_ENDPOINT_URL_S3": self.endpoint_url, "AWS_DEFAULT_REGION": self.region}
-        for name, variable in (
-            ("AWS_ACCESS_KEY_ID", self.access_key_env),
-            ("AWS_SECRET_ACCESS_KEY", self.secret_key_env),
-        ):
-            if variable != name and variable not in os.environ:
-                raise ConfigError(f"adapters.s3: the environment has no {variable}")
-            given[name] = os.environ.get(variable, "")
-        return {name: value for name, value in given.items() if value}
+    def options(self) -> tuple[str, str, str, str]:
+        """Endpoint, region, access key and secret key, the keys from this process' environment.
+
+        Errors: ConfigError where the file names a variable that is not there.
+        """
+        keys = [self._key("access_key_env"), self._key("secret_key_env")]
+        return self.endpoint_url, self.region, keys[0], keys[1]
+
+    def _key(self, field: str) -> str:
+        variable: str = getattr(self, field)
+        if field in self.model_fields_set and variable not in os.environ:
+            raise ConfigError(f"adapters.s3.{field}: the environment has no {variable}")
+        return os.environ.get(variable, "")
 
 
 class AdapterSettings(_Section):
-    """Where adapters lie. `root` is `s3://bucket/prefix` or a folder; uris without a scheme are below it."""
+    """Where adapters lie. `root` is `s3://bucket/prefix` or a folder; uris without a scheme are
+    below it."""
 
     root: str = ""
     s3: S3Settings = S3Settings()
@@ -107,7 +118,7 @@ class AdapterEntry(_Section):
 class LimitSettings(_Section):
     """Limits of one tenant, in one ingress."""
 
-    max_concurrent_requests: int = Field(64, ge=1)
+    max_concurrent_requests: Annotated[int, Field(ge=1)] = 64
 
 
 class TenantSettings(_Section):
@@ -116,7 +127,7 @@ class TenantSettings(_Section):
     tenant_id: str = Field(pattern=_ID)
     api_keys: tuple[str, ...] = ()
     adapters: dict[str, AdapterEntry] = {}
-    weight: float = Field(1.0, gt=0)
+    weight: Annotated[float, Field(gt=0)] = 1.0
     limits: LimitSettings = LimitSettings()
     allowed_uris: tuple[str, ...] = ()
     base_model_access: bool | None = None
@@ -140,33 +151,36 @@ class HttpSettings(_Section):
     """Where the launcher makes Serve listen (`serve run` has its own default, the same one)."""
 
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
 
 
 class IngressSettings(_Section):
     """The HTTP side.
 
-    trusted_tenant_header  name of a header that names the tenant and beats the key: only where a gateway sets it
+    trusted_tenant_header  name of a header that names the tenant and beats the key: only where a
+    gateway sets it
     anonymous_tenant       tenant of requests without any credential ("" = refuse them)
     max_waiting_s          a client is told 503 after this long without its first token
     """
 
-    num_replicas: int = Field(1, ge=1)
-    num_cpus: float = Field(0.1, ge=0)
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
     trusted_tenant_header: str = ""
     anonymous_tenant: str = ""
-    max_body_bytes: int = Field(8 << 20, ge=1024)
-    max_prompts: int = Field(64, ge=1)
-    max_concurrent_requests: int = Field(512, ge=1)
-    max_waiting_s: float = Field(300, gt=0)
-    min_chunk_gap_ms: float = Field(20, ge=0)
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 << 20
+    max_prompts: Annotated[int, Field(ge=1)] = 64
+    max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
+    max_waiting_s: Annotated[float, Field(gt=0)] = 300
+    min_chunk_gap_ms: Annotated[float, Field(ge=0)] = 20
 
 
 class ServiceConfig(_Section):
     """The whole service, see default.yaml for a commented example.
 
-    base_model_access  whether tenants may use a base without an adapter, where they do not say otherwise
-    cache_secret_env   variable with the secret that seeds cache salts ("" = a random one at every start)
+    base_model_access  whether tenants may use a base without an adapter, where they do not say
+    otherwise
+    cache_secret_env   variable with the secret that seeds cache salts ("" = a random one at every
+    start)
     """
 
     models: tuple[ModelSettings, ...] = Field(min_length=1)
@@ -175,7 +189,7 @@ class ServiceConfig(_Section):
     base_model_access: bool = True
     placement_policy: str = "hash_ring"
     cache_secret_env: str = ""
-    max_metric_tenants: int = Field(200, ge=0)
+    max_metric_tenants: Annotated[int, Field(ge=0)] = 200
     ingress: IngressSettings = IngressSettings()
     http: HttpSettings = HttpSettings()
 
@@ -232,7 +246,8 @@ def load_config(path: str | Path = DEFAULT_CONFIG) -> ServiceConfig:
 
 
 def join_uri(root: str, uri: str) -> str:
-    """A uri as the store reads it: as it is if it has a scheme or is absolute, else below `root`."""
+    """A uri as the store reads it: as it is if it has a scheme or is absolute, else below
+    `root`."""
     if "://" in uri or uri.startswith("/") or not root:
         return uri
     return f"{root.rstrip('/')}/{uri}"

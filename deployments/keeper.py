@@ -1,9 +1,10 @@
 """Run a job so that nothing it started outlives it: no process, no port, no file in shared memory.
 
-Not for production, where the container's runtime does this. Linux only (prctl, /proc). Three processes:
+Not for production, where the container's runtime does this. Linux only (prctl, /proc).
+Three processes:
 
     front    the one the user sees: takes Ctrl-C and SIGTERM, waits
-    keeper   its own session, so that Ctrl-C does not reach it; sees the front's death as the end of a pipe
+    keeper   a session of its own, so Ctrl-C passes it by; the front's death ends a pipe it reads
     worker   runs the job; everything that the job starts is below it
 
 Front and keeper are "subreapers": a process whose parent died becomes a child of the keeper (of the
@@ -31,8 +32,8 @@ _SWEEP_S = 10.0
 def run_kept(job: Callable[[], int], leftovers: Iterable[Path] = (), grace_s: float = 15.0) -> int:
     """Run `job` in a process below this one; return its exit code when all it started is gone.
 
-    The first Ctrl-C, SIGTERM or SIGHUP, or the death of our parent, sends SIGTERM to the job, which
-    raises SystemExit there. After `grace_s` seconds, or at the second signal, all is killed at once.
+    The first Ctrl-C, SIGTERM or SIGHUP, or the death of our parent, sends SIGTERM to the job,
+    where it raises SystemExit. After `grace_s` seconds, or at the second signal, all is killed.
     leftovers  files and folders removed at the end, however it came.
     Call it from the main thread of a process that has no other thread: it forks.
     """
@@ -43,7 +44,7 @@ def run_kept(job: Callable[[], int], leftovers: Iterable[Path] = (), grace_s: fl
     keeper = os.fork()
     if keeper == 0:
         os.close(write_end)
-        os._exit(_keep(job, read_end, leftovers, grace_s))
+        os._exit(_exit_code(lambda: _keep(job, read_end, leftovers, grace_s)))
     os.close(read_end)
 
     def ask_to_stop(signum: int, frame: object) -> None:
@@ -74,33 +75,43 @@ def _keep(
         os.close(read_end)
         die_with_parent()
         os._exit(_work(job))
-    exit_code: int | None = None
+    try:
+        exit_code = _watch(worker, read_end, grace_s)
+    finally:
+        _sweep(leftovers)
+    return 128 + signal.SIGKILL if exit_code is None else exit_code % 256
+
+
+def _watch(worker: int, read_end: int, grace_s: float) -> int | None:
+    """Wait until the worker ends; its exit code, or None where it has to be killed."""
+    pipes = [read_end]
     deadline: float | None = None
-    while exit_code is None and (deadline is None or time.monotonic() < deadline):
-        if select.select([read_end], [], [], _POLL_S)[0]:
+    while deadline is None or time.monotonic() < deadline:
+        if select.select(pipes, [], [], _POLL_S)[0]:
             message = os.read(read_end, 1)
-            if message and deadline is not None:
-                break  # asked a second time
-            if not message:  # the front is gone; the pipe would stay readable from now on
-                os.close(read_end)
-                read_end = os.open(os.devnull, os.O_WRONLY)
+            if not message:
+                pipes.clear()  # the front is gone, and the pipe stays readable from now on
+            elif deadline is not None:
+                return None  # asked a second time
             if deadline is None:
                 deadline = time.monotonic() + grace_s
                 os.kill(worker, signal.SIGTERM)
         for pid, status in _reap():
             if pid == worker:
-                exit_code = os.waitstatus_to_exitcode(status)
-    _sweep(leftovers)
-    return 128 + signal.SIGKILL if exit_code is None else exit_code % 256
+                return os.waitstatus_to_exitcode(status)
+    return None
 
 
 def _work(job: Callable[[], int]) -> int:
-    """Run the job, and turn whatever it raises into an exit code."""
-
     def leave(signum: int, frame: object) -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)
+    return _exit_code(job)
+
+
+def _exit_code(job: Callable[[], int]) -> int:
+    """Run a forked process's part to its end: nothing may escape into the code of the fork."""
     code = 1
     try:
         code = job()

@@ -1,7 +1,10 @@
-"""Every metric name in the house, once, and how plain numbers become series. Nobody else knows Prometheus.
+"""Every metric name in the house, once, and how plain numbers become series. Nobody else knows
+Prometheus.
 
-Ingresses and replicas count into a `MetricLog` and send what is new to the router, which alone owns the series: each
-answer of /metrics is of the whole service, whoever gives it, and a dead process takes no counter with it.
+Ingresses and replicas count into a `MetricLog` and send what is new to the router, which alone owns
+the series: each
+answer of /metrics is of the whole service, whoever gives it, and a dead process takes no counter
+with it.
 """
 
 from bisect import bisect_left
@@ -10,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -54,38 +56,60 @@ def _gauge(name: str, documentation: str, *labels: str) -> Series:
     return Series(name, Kind.GAUGE, documentation, labels)
 
 
-def _histogram(name: str, documentation: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> Series:
+def _histogram(
+    name: str, documentation: str, labels: tuple[str, ...], bounds: tuple[float, ...]
+) -> Series:
     return Series(name, Kind.HISTOGRAM, documentation, labels, bounds)
 
 
 REQUESTS = _counter("moe_requests_total", "Requests answered, by HTTP status.", *_TENANT, "status")
 PROMPT_TOKENS = _counter("moe_prompt_tokens_total", "Tokens of prompts.", *_TENANT)
-CACHED_TOKENS = _counter("moe_cached_tokens_total", "Prompt tokens found in the prefix cache.", *_TENANT)
+CACHED_TOKENS = _counter(
+    "moe_cached_tokens_total", "Prompt tokens found in the prefix cache.", *_TENANT
+)
 OUTPUT_TOKENS = _counter("moe_output_tokens_total", "Tokens given to clients.", *_TENANT)
 HANGUPS = _counter("moe_hangups_total", "Requests whose client left before the end.", *_TENANT)
-TTFT = _histogram("moe_time_to_first_token_seconds", "From the request to its first token.", _TENANT, _SLOW_S)
-INTER_TOKEN = _histogram("moe_inter_token_seconds", "Time per token after the first.", _TENANT, _FAST_S)
-LATENCY = _histogram("moe_request_seconds", "From the request to the end of its answer.", _TENANT, _SLOW_S)
+TTFT = _histogram(
+    "moe_time_to_first_token_seconds", "From the request to its first token.", _TENANT, _SLOW_S
+)
+INTER_TOKEN = _histogram(
+    "moe_inter_token_seconds", "Time per token after the first.", _TENANT, _FAST_S
+)
+LATENCY = _histogram(
+    "moe_request_seconds", "From the request to the end of its answer.", _TENANT, _SLOW_S
+)
 
 ENGINE_STEPS = _counter("moe_engine_steps_total", "Forward passes.", "model")
 ENGINE_SAMPLED = _counter("moe_engine_sampled_tokens_total", "Tokens drawn on the device.", "model")
-ENGINE_DISCARDED = _counter("moe_engine_discarded_tokens_total", "Tokens drawn and thrown away.", "model")
-ENGINE_PREEMPTIONS = _counter("moe_engine_preemptions_total", "Sequences sent back for want of pages.", "model")
-ENGINE_FINISHED = _counter("moe_engine_finished_total", "Sequences ended, by reason.", "model", "reason")
+ENGINE_DISCARDED = _counter(
+    "moe_engine_discarded_tokens_total", "Tokens drawn and thrown away.", "model"
+)
+ENGINE_PREEMPTIONS = _counter(
+    "moe_engine_preemptions_total", "Sequences sent back for want of pages.", "model"
+)
+ENGINE_FINISHED = _counter(
+    "moe_engine_finished_total", "Sequences ended, by reason.", "model", "reason"
+)
 ADAPTER_LOADS = _counter("moe_adapter_loads_total", "Adapters brought into a slot.", "model")
-ADAPTER_EVICTIONS = _counter("moe_adapter_evictions_total", "Adapters that lost their slot.", "model")
+ADAPTER_EVICTIONS = _counter(
+    "moe_adapter_evictions_total", "Adapters that lost their slot.", "model"
+)
 ADAPTER_LOAD_S = _counter("moe_adapter_load_seconds_total", "Time that loads took.", "model")
 
 RUNNING = _gauge("moe_running_sequences", "Sequences in the batch.", *_SEAT)
 WAITING = _gauge("moe_waiting_sequences", "Sequences that wait for pages or their turn.", *_SEAT)
-WAITING_ADAPTER = _gauge("moe_waiting_for_adapter_sequences", "Sequences that wait for an adapter.", *_SEAT)
+WAITING_ADAPTER = _gauge(
+    "moe_waiting_for_adapter_sequences", "Sequences that wait for an adapter.", *_SEAT
+)
 FREE_PAGES = _gauge("moe_kv_free_pages", "KV pages that nobody holds.", *_SEAT)
 PAGES = _gauge("moe_kv_pages", "KV pages.", *_SEAT)
 ARENA_USED = _gauge("moe_adapter_arena_used_bytes", "Adapter memory in use.", *_SEAT)
 ARENA = _gauge("moe_adapter_arena_bytes", "Adapter memory.", *_SEAT)
 RESIDENT = _gauge("moe_resident_adapters", "Adapters in slots.", *_SEAT)
 SLOTS = _gauge("moe_adapter_slots", "Adapter slots.", *_SEAT)
-STEP_AGE = _gauge("moe_engine_step_age_seconds", "Since the last step ended while work waited.", *_SEAT)
+STEP_AGE = _gauge(
+    "moe_engine_step_age_seconds", "Since the last step ended while work waited.", *_SEAT
+)
 REPLICAS = _gauge("moe_replicas", "Replicas that hold a seat.", "model")
 PLACEMENT_VERSION = _gauge("moe_placement_version", "Version of the placement map.")
 
@@ -121,7 +145,8 @@ Key = tuple[str, tuple[str, ...]]
 class MetricDelta:
     """What was counted since the last time: plain values on their way to the router.
 
-    counters  (name, labels) -> growth;  histograms  (name, labels) -> (growth per bucket, the last is infinity; sum)
+    counters  (name, labels) -> growth;  histograms  (name, labels) -> (growth per bucket, the last
+    is infinity; sum)
     """
 
     counters: tuple[tuple[Key, float], ...] = ()
@@ -141,7 +166,9 @@ class MetricLog:
         key = (series.name, labels)
         self.counters[key] = self.counters.get(key, 0.0) + value
 
-    def observe(self, series: Series, labels: tuple[str, ...], value: float, times: int = 1) -> None:
+    def observe(
+        self, series: Series, labels: tuple[str, ...], value: float, times: int = 1
+    ) -> None:
         """Add `times` equal observations to a histogram."""
         assert series.kind is Kind.HISTOGRAM and len(labels) == len(series.labels), series.name
         counts = [0] * (len(series.buckets) + 1)
@@ -173,7 +200,8 @@ class MetricLog:
 
 
 class TenantLabels:
-    """Tenant ids as labels: the configured ones up to a limit, all others one word, so that series stay few."""
+    """Tenant ids as labels: the configured ones up to a limit, all others one word, so that series
+    stay few."""
 
     def __init__(self, tenant_ids: Iterable[str], limit: int) -> None:
         self._known = frozenset(list(tenant_ids)[:limit])
@@ -183,7 +211,8 @@ class TenantLabels:
 
 
 class MetricRegistry(Collector):
-    """The series of the whole service, in the router: totals of all logs, and gauges of the replicas of now."""
+    """The series of the whole service, in the router: totals of all logs, and gauges of the
+    replicas of now."""
 
     def __init__(self) -> None:
         self.totals = MetricLog()
@@ -205,7 +234,9 @@ class MetricRegistry(Collector):
         """The series, as prometheus_client asks for them."""
         for series in SERIES.values():
             if series.kind is Kind.COUNTER:
-                counter = CounterMetricFamily(series.name, series.documentation, labels=series.labels)
+                counter = CounterMetricFamily(
+                    series.name, series.documentation, labels=series.labels
+                )
                 for (name, labels), value in self.totals.counters.items():
                     if name == series.name:
                         counter.add_metric(labels, value)
@@ -229,10 +260,14 @@ class MetricRegistry(Collector):
 
     def _gauges(self) -> dict[Series, list[tuple[tuple[str, ...], float]]]:
         gauges: dict[Series, list[tuple[tuple[str, ...], float]]] = {
-            series: [((view.model, view.seat), float(getattr(view.stats, field))) for view in self._views]
+            series: [
+                ((view.model, view.seat), float(getattr(view.stats, field))) for view in self._views
+            ]
             for series, field in _ENGINE_GAUGES
         }
-        gauges[RESIDENT] = [((view.model, view.seat), float(len(view.resident))) for view in self._views]
+        gauges[RESIDENT] = [
+            ((view.model, view.seat), float(len(view.resident))) for view in self._views
+        ]
         models = [view.model for view in self._views]
         gauges[REPLICAS] = [((model,), float(models.count(model))) for model in sorted(set(models))]
         gauges[PLACEMENT_VERSION] = [((), float(self._placement_version))]

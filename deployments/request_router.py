@@ -1,8 +1,12 @@
-"""Follows the placement in every ingress: a request goes to its home seat, later to a spill seat, never by chance.
+"""Follows the placement in every ingress: a request goes to its home seat, later to a spill seat,
+never by chance.
 
-Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is shared with anybody.
-Ray's own loop hands a chosen replica to the oldest waiting request, which would undo the placement (and a fan-out
-inside one HTTP request would hang), so `_choose_replica_for_request` is overridden, as Ray's CapacityQueueRouter does.
+Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
+shared with anybody.
+Ray's own loop hands a chosen replica to the oldest waiting request, which would undo the placement
+(and a fan-out
+inside one HTTP request would hang), so `_choose_replica_for_request` is overridden, as Ray's
+CapacityQueueRouter does.
 """
 
 import time
@@ -12,7 +16,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class PlacementRequestRouter(RequestRouter):
-    """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it became ready.
+    """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it
+    became ready.
 
     spill_after_s  how long a request waits for a full home before its spill seats may take it
     """

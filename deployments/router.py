@@ -1,7 +1,10 @@
-"""The brain: who sits on which seat, which adapters live there, and the service's metrics. Requests do not pass here.
+"""The brain: who sits on which seat, which adapters live there, and the service's metrics. Requests
+do not pass here.
 
-Ingresses and replicas each call once a second: they send what they counted and take the map, or their orders. All state
-is rebuilt from those calls, so a router that was lost needs no backup. It is a plain class: the application makes a
+Ingresses and replicas each call once a second: they send what they counted and take the map, or
+their orders. All state
+is rebuilt from those calls, so a router that was lost needs no backup. It is a plain class: the
+application makes a
 deployment of it, and tests call it directly.
 """
 
@@ -25,7 +28,8 @@ SHARE_HALF_LIFE_S = 10.0
 class SeatOrders:
     """The router's answer to a replica. seated False: the seat is another's, this replica must go.
 
-    homes  adapters that live on this seat now: worth having in the node's host tier before they are asked for
+    homes  adapters that live on this seat now: worth having in the node's host tier before they are
+    asked for
     """
 
     seated: bool
@@ -41,9 +45,7 @@ class _Lease:
 class Router:
     """Traffic shares in, versioned Placement out."""
 
-    def __init__(
-        self, config: ServiceConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: ServiceConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._policy = POLICIES[config.placement_policy]
         self._adapters = {
@@ -54,11 +56,13 @@ class Router:
         self._shares = dict.fromkeys(self._adapters, 0.0)
         self._shares_at_s = clock()
         self._leases: dict[str, _Lease] = {}
-        self._placement = Placement()
+        # Versions grow over the router's lives too: an ingress compares nothing but this number.
+        self._placement = Placement(version=int(time.time()))
         self._metrics = MetricRegistry()
 
     async def claim(self, model: str, replica_id: str, node_id: str) -> str:
-        """A seat for a new replica: the lowest that is free, so that a replica restarted takes over from itself."""
+        """A seat for a new replica: the lowest that is free, so that a replica restarted takes over
+        from itself."""
         self._expire()
         number = 0
         while f"{model}-{number}" in self._leases:
@@ -89,10 +93,8 @@ class Router:
     async def sync(
         self, known_version: int, tokens: Mapping[str, int], delta: MetricDelta
     ) -> Placement | None:
-        """An ingress' turn: tokens by adapter_id since its last one in, the map out, None if it knows that version.
-
-        A map from an earlier life of the router may have a higher version: the ingress takes whatever differs.
-        """
+        """An ingress' turn: tokens by adapter_id since its last one in, the map out, None if it
+        knows that version."""
         self._metrics.totals.merge(delta)
         self._add_traffic(tokens)
         self._place()

@@ -25,7 +25,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     # One look-up gives both values of a byte.
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)  # [256, 2]
     values = pairs[blocks.int()].unflatten(-2, (-1, GROUP // 2))  # [..., out, in / 32, 16, 2]
-    factor = torch.ldexp(torch.ones((), device=scales.device), scales.int() - SCALE_BIAS)
+    factor = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - SCALE_BIAS)
     values *= factor[..., None, None]
     return values.flatten(-3).to(dtype)  # [..., out, in]
 

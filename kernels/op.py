@@ -70,6 +70,32 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+_reference_only = False
+
+
+def use_reference_kernels(on: bool) -> None:
+    """Make every op of this process use its torch reference, also on a GPU: to judge the kernels by."""
+    global _reference_only
+    _reference_only = on
+
+
 def use_triton(x: Tensor) -> bool:
     """Whether an op should launch its Triton kernel for this tensor."""
-    return x.is_cuda or interpreting()
+    return (x.is_cuda or interpreting()) and not _reference_only
+
+
+_compiles = 0
+
+
+def count_compiles() -> int:
+    """Kernels compiled (or fetched from the compile cache) in this process since the first call, which starts the count."""
+    import triton
+
+    if triton.knobs.runtime.jit_cache_hook is None:
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            global _compiles
+            _compiles += 1
+
+        triton.knobs.runtime.jit_cache_hook = count
+    return _compiles

@@ -1,7 +1,8 @@
 """Attention over the paged cache: decode and prefill rows in one batch, sinks, sliding window.
 
-Not here: writing the cache (kv_write.py), the latent form (mla_attention.py), and the test and
-benchmark cases' worth of pages, which a scheduler hands out in service.
+This file: the contract, the torch form that is the truth and serves on a CPU, the cases.
+Not here: the Triton kernels (paged_attention_triton.py: one file would be too long), writing the
+cache (kv_write.py), the latent form (mla_attention.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from kernels.paged_attention_triton import (
     DECODE_N,
     MAX_SPLITS,
     MIN_BLOCKS,
+    STAGES,
     combine_kernel,
     decode,
     decode_kernel,
@@ -94,8 +96,6 @@ def paged_attention(
         args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window, max_len)
         decode(*args)
     return out
-
-
 
 
 def paged_attention_reference(
@@ -186,7 +186,9 @@ def _attend_single(
     k = k_cache.view(-1, dim).index_select(0, place).view(shape)  # [S G, L, D]
     v = v_cache.view(-1, dim).index_select(0, place).view(shape)  # [S G, L, D]
     per_kv = num_q // num_kv
-    scores = torch.bmm(q.reshape(num_rows * num_kv, per_kv, dim), k.transpose(1, 2))  # [S G, Q/G, L]
+    scores = torch.bmm(
+        q.reshape(num_rows * num_kv, per_kv, dim), k.transpose(1, 2)
+    )  # [S G, Q/G, L]
     scores = scores.view(num_rows, num_q, longest) * scale  # [S, Q, L]
     if ragged:
         live = torch.tensor(counts, device=q.device)[:, None, None]  # [S, 1, 1]
@@ -269,7 +271,8 @@ def make_case(
 ) -> Case:
     """A batch of these rows over shuffled pages, everything that no row may see being `poison`.
 
-    spare  tokens of no row at the end;  max_len  0 = the longest row, else what a capture would say.
+    spare    tokens of no row at the end.
+    max_len  0 = the longest row, else what a capture would say.
     """
 
     def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
@@ -416,6 +419,7 @@ def _aot() -> Iterable[AotSpec]:
                     "BLOCK_N": DECODE_N,
                     "MIN_BLOCKS": MIN_BLOCKS,
                 },
+                num_stages=STAGES,
             )
         yield AotSpec(
             name=f"{model}_combine_w{window}",
@@ -448,7 +452,8 @@ def _aot() -> Iterable[AotSpec]:
                 "scale": "fp32",
             },
             constexprs={**cache, "HEADS": heads, "BLOCK_M": block_m, "BLOCK_N": block_n},
-            num_warps=4 if block_m * dim <= 8192 else 8,
+            num_warps=8,
+            num_stages=STAGES,
         )
 
 

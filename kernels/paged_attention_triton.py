@@ -19,6 +19,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 DECODE_N = 64
 MIN_BLOCKS = 2
 MAX_SPLITS = 64
+# Keys hang on the page number loaded just before them: two loads deep, five stages buffer the keys
+# and values twice (four would once, so that loading waits for the product).
+STAGES = 5
 # A split of the longest possible row covers at most this many keys, however full the batch: one
 # long row among short ones must not run alone on a few programs.
 _MAX_SPLIT_TOKENS = 16384
@@ -33,8 +36,6 @@ def choose_num_splits(num_rows: int, num_kv: int, span: int, num_sms: int) -> in
     wanted = max(4 * num_sms // max(1, num_rows * num_kv), triton.cdiv(span, _MAX_SPLIT_TOKENS))
     splits = max(1, min(wanted, useful, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
-
-
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def decode(
         MIN_BLOCKS=MIN_BLOCKS,
         UPCAST=interpreting(),
         num_warps=4,
-        num_stages=3 if q.element_size() == 2 else 2,
+        num_stages=STAGES if q.element_size() == 2 else 1,
     )
     if num_splits > 1:
         combine_kernel[(num_q, num_rows)](
@@ -172,8 +173,8 @@ def prefill(
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         UPCAST=interpreting(),
-        num_warps=4 if block_m * dim <= 8192 else 8,
-        num_stages=1 if wide else 3,
+        num_warps=4 if wide else 8,
+        num_stages=1 if wide else STAGES,
     )
 
 
@@ -287,7 +288,7 @@ def decode_kernel(
     if split == 0:
         # Tokens of no row lie at the end; the rows share them out.
         for spare in range(tl.load(cu_q + num_rows) + row, num_tokens, num_rows):
-            tl.store(out + spare.to(tl.int64) * (Q * D) + tile, zero.to(dtype), mask=live)
+            tl.store(out + tl.cast(spare, tl.int64) * (Q * D) + tile, zero.to(dtype), mask=live)
         if (num_queries == 1) & (seq_len <= 0):
             tl.store(out + token.to(tl.int64) * (Q * D) + tile, zero.to(dtype), mask=live)
     if num_queries != 1:
@@ -313,9 +314,7 @@ def decode_kernel(
     for block in range(begin, end, BLOCK_N):
         pos = block + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         k, v = _load_keys(k_cache, v_cache, table, pos, end, g, G, D, C, BLOCK_D)
-        acc, top, total = _fold(
-            queries, k, v, (pos < end)[None, :], acc, top, total, scale, UPCAST
-        )
+        acc, top, total = _fold(queries, k, v, (pos < end)[None, :], acc, top, total, scale, UPCAST)
     value = acc / total[:, None]  # [BLOCK_H, BLOCK_D]
     if SPLIT:
         head = row.to(tl.int64) * Q + g * per_kv + lane  # [BLOCK_H]
@@ -452,6 +451,4 @@ def prefill_kernel(
             seen &= ahead > -WINDOW
         acc, top, total = _fold(queries, k, v, seen, acc, top, total, scale, UPCAST)
     value = acc / total[:, None]  # [BLOCK_M, BLOCK_D]; lanes of no query are not stored
-    tl.store(
-        out + (token * (Q * D))[:, None] + tile, value.to(out.dtype.element_ty), mask=live
-    )
+    tl.store(out + (token * (Q * D))[:, None] + tile, value.to(out.dtype.element_ty), mask=live)

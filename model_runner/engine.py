@@ -3,6 +3,7 @@
 One thread owns an engine and everything in it. No text (text.py), no event loop (engine_loop.py), no Ray.
 """
 
+import dataclasses
 import itertools
 import os
 import time
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from adapter_store.arena import AdapterArena
-from adapter_store.errors import AdapterError, AdapterInvalid, AdapterNotFound, StoreFull
+from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, StoreFull
 from adapter_store.host_cache import HostCache
 from adapter_store.ref import AdapterRef
-from adapter_store.sources.s3_options import S3Options
+from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
 from kernels.lora_tables import LoraTables
 from kernels.op import count_compiles
@@ -27,8 +28,17 @@ from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
 from model_runner.execution.runner import ModelRunner, PendingStep, ScoreSink
 from model_runner.execution.sampler import NOT_FINITE, TokenMask
 from model_runner.models.base import ModelConfig, read_json
+from model_runner.models.decoder import Decoder
 from model_runner.models.registry import find_family
-from model_runner.request import Completion, ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
+from model_runner.request import (
+    Completion,
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from model_runner.scheduling.page_pool import PagePool
 from model_runner.scheduling.scheduler import Scheduler, Update
 from model_runner.scheduling.sequence import Sequence as Life
@@ -43,4 +53,435 @@ class Engine:
     """One model on one device, serving many adapters.
 
     submit never raises for a request's sake: what is wrong with a request comes out of step() as its output.
+    masks  token masks by name, for SamplingParams.mask: (row, position) -> [V] bool, True = allowed.
+    Errors of construction: ValueError (config, model), CheckpointError, and what the device raises.
     """
+
+    def __init__(self, config: EngineConfig, s3: S3Options | None = None) -> None:
+        self.config = config
+        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        family, self.model_config = read_model_config(Path(config.model))
+        on_cpu = self.device.type == "cpu"
+        name = config.dtype or ("float32" if on_cpu else self.model_config.dtype)
+        self.dtype = DTYPES[name]
+        self.max_len = min(config.max_model_len or self.model_config.max_positions, self.model_config.max_positions)
+        with torch.inference_mode():
+            self.model = family(self.model_config, self._open_reader(), self.max_len)
+        self.targets = self.model.lora_targets
+        self.arena = AdapterArena(
+            self.targets,
+            max(1, config.max_loras),
+            config.lora_bytes or (CPU_ARENA_BYTES if on_cpu else GPU_ARENA_BYTES),
+            self.dtype,
+            self.device,
+            config.max_lora_rank,
+        )
+        cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
+        self._host_cache = HostCache(cache_dir, config.host_cache_bytes)
+        self.store = AdapterStore(
+            self.targets, self.arena, self._host_cache, load_threads=config.adapter_load_threads, s3=s3
+        )
+        layout = plan_kv(self.model_config)
+        num_pages = self._count_pages(page_bytes(self.model_config, layout, config.page_tokens, self.dtype))
+        caches = allocate_kv(self.model_config, layout, num_pages, config.page_tokens, self.dtype, self.device)
+        self.pool = PagePool(num_pages, config.page_tokens, layout.groups, config.prefix_cache)
+        a = self.arena
+        tables = LoraTables(a.memory, a.a_off, a.b_off, a.a_stride, a.b_stride, a.lora_rank, a.max_rank)
+        self.runner = ModelRunner(
+            self.model,
+            layout,
+            caches,
+            tables if config.max_loras else None,
+            device=self.device,
+            page_tokens=config.page_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_len=self.max_len,
+            use_graphs=config.cuda_graphs and not on_cpu,
+        )
+        self.scheduler = Scheduler(
+            config.max_num_seqs,
+            config.max_step_tokens,
+            self.max_len,
+            self.pool,
+            self.store,
+            self.model_config.eos_ids,
+        )
+        self._look_ahead = (not on_cpu) if config.look_ahead is None else config.look_ahead
+        self._lives: dict[str, list[Life]] = {}
+        self._arriving: dict[str, Request] = {}
+        self._score_sinks: dict[str, ScoreSink] = {}
+        self._sinks: dict[int, ScoreSink] = {}
+        self._outputs: list[RequestOutput] = []
+        self._pending: PendingStep | None = None
+        self._ids = itertools.count()
+        self._seeds = itertools.count(config.seed if config.seed is not None else int.from_bytes(os.urandom(6), "little"))
+        self._counts, self._finished, self._by_tenant = Counter[str](), Counter[str](), Counter[str]()
+        self._last_step = time.monotonic()
+        self.runner.warm_up()
+        self._warm_up_prefill()
+        self._compiles_before = count_compiles()
+
+    # ---- requests in ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Take a request in. Whatever is wrong with it is told by its outputs: one for each of its n sequences."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            n = request.sampling.n
+            count = n if isinstance(n, int) and 1 <= n <= 128 else 1
+            self._outputs += [_failed(request, i, *refusal) for i in range(count)]
+            return
+        self._lives[request.request_id] = []
+        if request.adapter is None:
+            self._admit(request)
+        else:
+            self._arriving[request.request_id] = request
+            self.store.prefetch(request.adapter)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request (or one of its sequences) now, silently but for a last output. Unknown ids are ignored."""
+        arriving = self._arriving.pop(request_id, None)
+        if arriving is not None:
+            del self._lives[request_id]
+            assert arriving.adapter is not None
+            self.store.forget(arriving.adapter)
+            self._outputs += [_ended(arriving, i, FinishReason.ABORT) for i in range(arriving.sampling.n)]
+            return
+        for life in list(self._lives.get(request_id, ())):
+            if index is not None and life.index != index:
+                continue
+            adapter = life.request.adapter
+            if adapter is not None and life.num_cached_tokens < 0:  # it never entered
+                self.store.forget(adapter)
+            if self.scheduler.abort(life.seq_id):
+                self._finish(life, FinishReason.ABORT)
+
+    def load_adapters(self, refs: Iterable[AdapterRef], timeout_s: float = 600.0) -> None:
+        """Bring adapters into their slots before the first request. Blocks. Errors: the AdapterError of one that cannot be."""
+        refs, end = list(refs), time.monotonic() + timeout_s
+        for ref in refs:
+            self.store.prefetch(ref)
+        for ref in refs:
+            while (lease := self.store.acquire(ref)) is None:
+                error = self.store.error_of(ref)
+                if error is not None:
+                    raise error
+                if time.monotonic() > end:
+                    raise AdapterUnavailable(f"{ref} was not loaded in {timeout_s} s")
+                time.sleep(0.002)
+                self.store.poll()
+            self.store.release(lease)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has anything to do or to tell."""
+        return bool(self._lives or self._outputs or self._pending)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way on the device; if not, and step() told nothing, all work waits for adapters."""
+        return self._pending is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Advance: launch the next step, take in the tokens of the last one, and tell what is new."""
+        self.store.poll()
+        self._admit_arrived()
+        batch = self.scheduler.schedule()
+        launched = None
+        if batch is not None:
+            scored = {s: self._sinks[i] for s, i in enumerate(batch.seq_ids) if i in self._sinks} if self._sinks else None
+            launched = self.runner.launch(batch, scored)
+            self._counts["steps"] += 1
+        if self._look_ahead:
+            due, self._pending = self._pending, launched
+        else:
+            due = launched
+        if due is not None:
+            tokens, logprobs = due.wait()
+            self._counts["sampled"] += len(tokens)
+            for update in self.scheduler.commit(due.batch, tokens):
+                self._tell(update, logprobs)
+        for update in self.scheduler.take_failures():
+            self._tell(update, None)
+        self._last_step = time.monotonic()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Run requests to their end. Gives one Completion for each sequence, in the order of requests and of index."""
+        requests = list(requests)
+        found: dict[tuple[str, int], Completion] = {}
+        for request in requests:
+            self.submit(request)
+        while self.has_work:
+            outputs = self.step()
+            for o in outputs:
+                c = found.setdefault((o.request_id, o.index), Completion(o.request_id, o.index))
+                c.token_ids += o.new_token_ids
+                c.logprobs += o.logprobs
+                c.num_cached_tokens = o.num_cached_tokens
+                if o.finish_reason is not None:
+                    c.finish_reason, c.error_code, c.error = o.finish_reason, o.error_code, o.error
+            if not outputs and not self.is_stepping:
+                time.sleep(0.001)
+        order = [r.request_id for r in requests]
+        return sorted(found.values(), key=lambda c: (order.index(c.request_id), c.index))
+
+    def score(
+        self,
+        items: Sequence[tuple[tuple[int, ...], AdapterRef | None, Callable[[int, Tensor], None]]],
+        done: Callable[[int, str], None],
+    ) -> None:
+        """Logits of given ids, through the same scheduler, pages and kernels as generation. Blocks until all are done.
+
+        items  (token ids, adapter, sink); sink(first, logits [n, V]) gets positions first, first + 1, ..., chunk by chunk
+        done   called once an item with its number and why it was refused ("" = it was not)
+        Needs: prefix_cache off (a cached prefix has no logits).
+        """
+        assert not self.pool.prefix_cache, "scores need every position computed"
+        for number, (token_ids, adapter, sink) in enumerate(items):
+            name = f"score-{number}"
+            sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            self._score_sinks[name] = lambda row, first, logits, sink=sink: sink(first, logits)
+            self.submit(Request(name, token_ids, sampling, adapter))
+        while self.has_work:
+            outputs = self.step()
+            for o in outputs:
+                if o.finish_reason is not None:
+                    self._score_sinks.pop(o.request_id)
+                    done(int(o.request_id.removeprefix("score-")), o.error)
+            if not outputs and not self.is_stepping:
+                time.sleep(0.001)
+
+    # ---- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def masks(self) -> dict[str, TokenMask]:
+        """Token masks by name."""
+        return self.runner.masks
+
+    def stats(self, count_experts: bool = False) -> EngineStats:
+        """A snapshot. count_experts also reads (and resets) the experts counter, which waits for the device."""
+        scheduler, pool, store = self.scheduler, self.pool, self.store.stats()
+        return EngineStats(
+            num_steps=self._counts["steps"],
+            sampled_tokens=self._counts["sampled"],
+            delivered_tokens=self._counts["delivered"],
+            discarded_tokens=scheduler.num_discarded,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(self._finished),
+            loads=store.loads.get("device", 0),
+            evictions=store.evictions,
+            load_seconds=sum(store.load_seconds.values()),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            waiting_for_adapter=scheduler.num_waiting_adapter + len(self._arriving),
+            free_pages=pool.free_pages,
+            num_pages=pool.num_pages,
+            arena_used_bytes=store.arena_used_bytes,
+            arena_bytes=store.arena_bytes,
+            slots_in_use=store.slots_in_use,
+            num_slots=store.num_slots,
+            resident=store.resident,
+            by_tenant=dict(self._by_tenant),
+            distinct_experts=self.runner.distinct_experts() if count_experts else 0.0,
+            compiles=count_compiles() - self._compiles_before,
+            step_age_s=time.monotonic() - self._last_step if self.has_work else 0.0,
+        )
+
+    def describe(self) -> dict[str, str | int]:
+        """What was built, for a log line."""
+        return {
+            "architecture": self.model_config.architecture,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_len,
+            "kv_pages": self.pool.num_pages,
+            "arena_bytes": self.store.stats().arena_bytes,
+        }
+
+    def check(self) -> None:
+        """Bookkeeping of pages and slots. Errors: AssertionError with the numbers."""
+        self.pool.check()
+        self.store.check()
+
+    def close(self) -> None:
+        """End the store's threads and give back its files."""
+        self.store.close()
+        self._host_cache.close()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _refusal(self, request: Request) -> tuple[ErrorCode, str] | None:
+        s, ids, vocab = request.sampling, request.token_ids, self.model_config.vocab_size
+        if request.request_id in self._lives:
+            return ErrorCode.BAD_REQUEST, f"request_id {request.request_id!r} is already running"
+        problem = s.problem()
+        if problem:
+            return ErrorCode.BAD_REQUEST, problem
+        if not ids:
+            return ErrorCode.BAD_REQUEST, "the prompt is empty"
+        if not all(type(i) is int and 0 <= i < vocab for i in ids):
+            bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
+            return ErrorCode.BAD_REQUEST, f"token id {bad!r:.40} is not in 0..{vocab - 1}"
+        if any(i >= vocab for i in s.stop_ids):
+            return ErrorCode.BAD_REQUEST, f"stop_ids must be below {vocab}"
+        if s.mask and s.mask not in self.masks:
+            return ErrorCode.BAD_REQUEST, f"unknown mask {s.mask!r:.60}"
+        if not request.weight > 0:
+            return ErrorCode.BAD_REQUEST, f"weight must be above 0, not {request.weight}"
+        if len(ids) >= self.max_len:
+            return ErrorCode.PROMPT_TOO_LONG, f"the prompt has {len(ids)} tokens; {self.max_len - 1} are possible"
+        if not self.scheduler.fits(min(len(ids) + s.max_tokens, self.max_len)):
+            return ErrorCode.PROMPT_TOO_LONG, f"{len(ids)} + {s.max_tokens} tokens do not fit into the KV memory"
+        if request.adapter is not None and not self.config.max_loras:
+            return ErrorCode.ADAPTER_NOT_FOUND, "this engine serves no adapters (max_loras is 0)"
+        return None
+
+    def _admit_arrived(self) -> None:
+        """Requests whose adapter's content is known go to the scheduler, bound to that content; lost ones are told why.
+
+        A content that was known before is used at once, while the store looks whether the uri has a newer one.
+        """
+        for request_id, request in list(self._arriving.items()):
+            assert request.adapter is not None
+            error = self.store.error_of(request.adapter)
+            digest = self.store.digest_of(request.adapter)
+            if error is not None:
+                del self._arriving[request_id], self._lives[request_id]
+                code, text = adapter_error(error)
+                self._outputs += [_failed(request, i, code, text) for i in range(request.sampling.n)]
+            elif digest is not None:
+                del self._arriving[request_id]
+                bound = dataclasses.replace(request.adapter, revision=digest)
+                self.store.forget(request.adapter)
+                for _ in range(request.sampling.n):
+                    self.store.prefetch(bound)
+                self._admit(dataclasses.replace(request, adapter=bound))
+
+    def _admit(self, request: Request) -> None:
+        seed = request.sampling.seed if request.sampling.seed is not None else next(self._seeds)
+        for index in range(request.sampling.n):
+            life = Life(next(self._ids), request, index, seed)
+            self._lives[request.request_id].append(life)
+            if request.request_id in self._score_sinks:
+                self._sinks[life.seq_id] = self._score_sinks[request.request_id]
+            self.scheduler.add(life)
+
+    def _tell(self, update: Update, logprobs: tuple[TokenLogprobs | None, ...] | None) -> None:
+        life, token = update.seq, update.token
+        if token is not None:
+            found = logprobs[update.sample_idx] if logprobs is not None else None
+            self._counts["delivered"] += 1
+            self._by_tenant[life.request.tenant_id] += 1
+            if update.finish_reason is None:
+                self._outputs.append(_news(life, (token,), (found,) if found else ()))
+                return
+            self._finish(life, update.finish_reason, (token,), (found,) if found else ())
+            return
+        assert update.finish_reason is not None
+        if update.error is not None:
+            self._finish(life, FinishReason.ERROR, error=adapter_error(update.error))
+        elif update.finish_reason is FinishReason.ERROR:
+            self._finish(life, FinishReason.ERROR, error=(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"))
+        else:
+            self._finish(life, update.finish_reason)
+
+    def _finish(
+        self,
+        life: Life,
+        reason: FinishReason,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        error: tuple[ErrorCode, str] | None = None,
+    ) -> None:
+        self._finished[str(reason)] += 1
+        self._outputs.append(_news(life, tokens, logprobs, reason, error))
+        self._sinks.pop(life.seq_id, None)
+        lives = self._lives[life.request.request_id]
+        lives.remove(life)
+        if not lives:
+            del self._lives[life.request.request_id]
+
+    def _open_reader(self) -> SafetensorsReader | RandomReader:
+        kind, _, seed = self.config.load_format.partition(":")
+        if kind == "random":
+            return RandomReader(int(seed), self.device, self.dtype)
+        return SafetensorsReader(Path(self.config.model), self.device, self.dtype)
+
+    def _count_pages(self, bytes_per_page: int) -> int:
+        budget = self.config.kv_bytes or CPU_KV_BYTES
+        if self.device.type == "cuda" and not self.config.kv_bytes:
+            free, total = torch.cuda.mem_get_info()
+            budget = free - int(GPU_RESERVE * total)
+        num_pages = budget // bytes_per_page
+        if num_pages < 2:
+            raise ValueError(f"{budget} bytes of KV memory hold less than 2 pages of {bytes_per_page} bytes")
+        return int(num_pages)
+
+    def _warm_up_prefill(self) -> None:
+        """On a GPU, run prompts of every size class once, so that no request waits for a compiler."""
+        if self.device.type != "cuda":
+            return
+        most = min(self.config.max_step_tokens, self.max_len - 1)
+        lengths = sorted({n for n in (2, 17, *(2**k + 1 for k in range(5, 20))) if n < most} | {most})
+        cached, self.pool.prefix_cache = self.pool.prefix_cache, False
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        for number, length in enumerate(lengths):
+            self.generate([Request(f"warm-{number}", (1,) * length, sampling)])
+        self.pool.prefix_cache = cached
+        self._counts.clear()
+        self._finished.clear()
+        self._by_tenant.clear()
+
+
+def read_model_config(folder: Path) -> tuple[type[Decoder], ModelConfig]:
+    """The family of a checkpoint folder and its configuration. Errors: ModelUnsupported."""
+    raw = read_json(folder / "config.json")
+    family = find_family(list(raw.get("architectures") or ()))
+    return family, family.read_config(raw, folder)
+
+
+def adapter_error(error: Exception) -> tuple[ErrorCode, str]:
+    """What a request is told when its adapter cannot be had."""
+    codes = (
+        (AdapterNotFound, ErrorCode.ADAPTER_NOT_FOUND),
+        (AdapterInvalid, ErrorCode.ADAPTER_INVALID),
+        (StoreFull, ErrorCode.ADAPTER_TOO_LARGE),
+    )
+    return next((code for kind, code in codes if isinstance(error, kind)), ErrorCode.ADAPTER_UNAVAILABLE), str(error)
+
+
+def _news(
+    life: Life,
+    tokens: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...],
+    reason: FinishReason | None = None,
+    error: tuple[ErrorCode, str] | None = None,
+) -> RequestOutput:
+    return RequestOutput(
+        life.request.request_id,
+        life.index,
+        tokens,
+        logprobs,
+        reason,
+        error[0] if error else None,
+        error[1] if error else "",
+        life.prompt_len,
+        max(0, life.num_cached_tokens),
+        life.num_output,
+    )
+
+
+def _ended(request: Request, index: int, reason: FinishReason) -> RequestOutput:
+    return RequestOutput(request.request_id, index, finish_reason=reason, num_prompt_tokens=len(request.token_ids))
+
+
+def _failed(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
+    return dataclasses.replace(_ended(request, index, FinishReason.ERROR), error_code=code, error=why)

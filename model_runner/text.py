@@ -1,6 +1,7 @@
-"""`TextEngine`: the text of what an engine streams as ids, cut at stop strings. In front of a local engine or a remote one.
+"""`TextEngine`: the text of what an engine streams as ids, cut at stop strings.
 
-Not for chunking to a wire (that is the service's), and not for templates and vocabularies (tokenizer.py). No torch.
+It stands in front of a local engine or a remote one. Not for chunks on a wire (the service's), nor
+for templates and vocabularies (tokenizer.py). No torch.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -14,8 +15,10 @@ from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
 class TextOutput:
     """News of one sequence of one request, as text. finish_reason is None until the last one.
 
-    text  what became certain: it may lag behind token_ids while a character is incomplete or a stop string possible
-    stop_reason  the stop string that ended it, if one did;  num_output_tokens  so far, up to the one that completed it
+    text         what became certain: it lags behind token_ids while a character is incomplete or
+                 a stop string possible
+    stop_reason  the stop string that ended it, if one did
+    num_output_tokens  so far; at a stop string, up to the token that completed it
     The other fields are those of `RequestOutput`.
     """
 
@@ -36,21 +39,25 @@ class TextOutput:
 class StopTable:
     """Stop strings as an Aho-Corasick automaton: made once, shared by all sequences of a request.
 
-    Cost: memory and time linear in the strings' characters.   Errors: ValueError for an empty string or no string.
-    Source: Aho and Corasick, "Efficient string matching", CACM 1975.
+    Cost:    memory and time linear in the strings' characters.
+    Errors:  ValueError for an empty string, and for what is no string.
+    Source:  Aho and Corasick, "Efficient string matching", CACM 1975.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):
             raise ValueError("stop must be a list of strings, not one string")
-        # Per state: edges, the state of its longest proper suffix, its length, the longest stop that ends in it.
+        # Per state: its edges, the state of its longest proper suffix, its length, the longest
+        # stop string that ends in it.
         self.edges: list[dict[str, int]] = [{}]
         self.fallback = [0]
         self.depth = [0]
         self.found: list[str | None] = [None]
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise ValueError(f"a stop string must be a string that is not empty, not {stop!r:.60}")
+                raise ValueError(
+                    f"a stop string must be a string that is not empty, not {stop!r:.60}"
+                )
             self._add(stop)
         self._link()
 
@@ -89,8 +96,9 @@ class StopTable:
 class StopMatcher:
     """Finds the first stop string in a text that comes in pieces, however it is cut.
 
-    The first is the one that ends first; of those that end together the longest, which starts first. Text that may be
-    the start of a stop string is held back, and no other. Cost: constant per character, amortised.
+    The first is the one that ends first; of those that end together the longest. Text that may be
+    the start of a stop string is held back, and no other.
+    Cost:  constant per character, amortised.
     """
 
     def __init__(self, stops: Sequence[str] | StopTable) -> None:
@@ -100,7 +108,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, piece: str, accept: bool = True) -> str:
-        """The text before the match that this piece makes certain. After a match (`matched`) it is always "".
+        """The text that this piece makes certain, none of a match; "" after one (`matched`).
 
         accept  whether a stop string that ends in this piece counts; it is passed over if not.
         """
@@ -128,7 +136,7 @@ class TextEngine:
     """Text around a stream of ids.
 
     stream  submits a request and gives its outputs; closing it aborts the request
-    abort   ends one of the n sequences: (request_id, index). None: the others' stream just runs on without it
+    abort   ends one of n sequences: (request_id, index). None: what it still gives is dropped
     """
 
     def __init__(
@@ -144,13 +152,13 @@ class TextEngine:
     async def stream(
         self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
     ) -> AsyncGenerator[TextOutput, None]:
-        """The request's outputs as text, cut at the first of the stop strings (kept if include_stop).
+        """The request's outputs as text, cut at the first stop string (kept if include_stop).
 
-        A sequence that meets a stop string is aborted before its last output is given. A stop string that ends before
-        `min_tokens` does not count. A stop id's own text is left out, as a stop string's.
-        Closing this generator closes the stream.
-        Every sequence gets an output with a finish_reason: ENGINE_DEAD if the stream ends without.
-        Errors: ValueError for an empty stop string, before anything is submitted.
+        A sequence that meets a stop string is aborted before its last output is given. A stop
+        string that ends before `min_tokens` does not count. A stop id's own text is left out, as a
+        stop string's. Closing this generator closes the stream. Every sequence gets an output with
+        a finish_reason: ERROR with ENGINE_DEAD if the stream ends without.
+        Errors:  ValueError for an empty stop string, before anything is submitted.
         """
         table = StopTable(stop) if stop else None
         n = request.sampling.n
@@ -159,7 +167,9 @@ class TextEngine:
         try:
             async for output in outputs:
                 sequence = running.get(output.index)
-                if sequence is None:  # ended by a stop string: these came before the abort was heard
+                if (
+                    sequence is None
+                ):  # ended by a stop string: these came before the abort was heard
                     continue
                 news = sequence.read(output)
                 if news.finish_reason is not None:

@@ -1,12 +1,14 @@
-"""Text to token ids and back: the fast tokenizer of a model's folder, its chat template, and text as tokens come.
+"""Text to token ids and back: a model's fast tokenizer, its chat template, text as tokens come.
 
-Not for the engine, which sees ids alone. The one file that knows transformers. Needs neither torch nor the network.
+Not for the engine, which sees ids alone. The one file that knows transformers. Needs neither torch
+nor the network.
 """
 
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -21,9 +23,9 @@ class Tokenizer:
     """The tokenizer of one model. Safe to share between threads once made.
 
     vocab_size         number of tokens, added ones too (a model may have more rows than that)
-    eos_ids            ids that end an answer: from generation_config.json, config.json and the tokenizer itself
+    eos_ids            ids that end an answer: of generation_config.json, config.json, the tokenizer
     has_chat_template  whether `encode_chat` can work
-    Errors: FileNotFoundError if `folder` is none; ValueError if it holds no fast tokenizer.
+    Errors:  FileNotFoundError if `folder` is none; ValueError if it holds no fast tokenizer.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -57,7 +59,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text, with the model's own begin-of-text token where it has one.
 
-        Errors: ValueError if the text is no valid Unicode (a lone surrogate).
+        Errors:  ValueError if the text is no valid Unicode (a lone surrogate).
         """
         try:
             return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -67,12 +69,12 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], **template_kwargs: object
     ) -> list[int]:
-        """Token ids of a conversation by the model's chat template, ready for the assistant's answer.
+        """Token ids of a conversation by the model's chat template, ready for the answer.
 
-        messages  each with `role` and `content`: text, or a list of `{"type": "text", "text": ...}` parts, which are
-                  joined as they are. Other keys (name, tool_calls) go to the template.
-        template_kwargs  what the template understands; `add_generation_prompt` is True unless given.
-        Errors: ValueError if there is no template, a message is malformed, or the template refuses it.
+        messages  each with `role` and `content`: text, or a list of `{"type": "text", "text": ...}`
+                  parts, joined as they are. Other keys (name, tool_calls) go to the template.
+        template_kwargs  what the template knows; `add_generation_prompt` is True unless given.
+        Errors:  ValueError if there is no template, or a message is malformed or refused by it.
         """
         if not self.has_chat_template:
             raise ValueError("this model has no chat template: use plain text")
@@ -82,7 +84,9 @@ class Tokenizer:
         kwargs = {"add_generation_prompt": True} | template_kwargs | {"tokenize": False}
         try:
             text = self._front.apply_chat_template(plain, **kwargs)
-        except Exception as error:  # a template is a program of the model's author: it may raise anything
+        except (
+            Exception
+        ) as error:  # a template is a program of the model's author: it may raise anything
             raise ValueError(f"the chat template refused the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)  # the template writes its own
 
@@ -91,7 +95,7 @@ class Tokenizer:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for: bytes of UTF-8, at times not whole characters. Special tokens by their name."""
+        """What one token stands for: UTF-8, maybe part of a character; a special one's name."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)
@@ -113,12 +117,14 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """The text of one answer as its tokens come.
 
-    All pieces and the last `flush()` joined are exactly `decode` of all ids. A piece never holds a replacement
-    character for bytes that later tokens complete. Cost: constant per token.
+    All pieces and the last `flush()` joined are exactly `decode` of all ids. A piece never holds a
+    replacement character for bytes that later tokens complete.
+    Cost:  constant per token, amortised.
 
-    Byte-level vocabularies feed their bytes to an incremental UTF-8 decoder. Others decode a window that starts at the
-    tokens of the last piece, since a token's text depends on its left neighbour. Where the vocabulary falls back to
-    single bytes (`<0xE4>`), a run of them is held to its end: one bad byte changes what the whole run decodes to.
+    Byte-level vocabularies feed their bytes to an incremental UTF-8 decoder. Others decode a window
+    that starts at the tokens of the last piece, since a token's text depends on its left neighbour.
+    Where a vocabulary falls back to single bytes (`<0xE4>`), a run of them is held to its end: one
+    bad byte changes what the whole run decodes to.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -140,7 +146,7 @@ class IncrementalDetokenizer:
         return "" if ids[-1] in tokenizer._fallback_ids else self._advance()
 
     def flush(self) -> str:
-        """What is left at the end: incomplete bytes become replacement characters, as in `decode`."""
+        """What is left at the end: incomplete bytes are replaced, as `decode` does."""
         if self._tokenizer._byte_level:
             return self._utf8.decode(b"", final=True)
         return self._advance()
@@ -168,7 +174,11 @@ def _plain_message(position: int, message: object) -> dict[str, object]:
         parts: list[str] = []
         for i, part in enumerate(content):
             text = part.get("text") if isinstance(part, Mapping) else None
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(text, str):
+            if (
+                not isinstance(part, Mapping)
+                or part.get("type") != "text"
+                or not isinstance(text, str)
+            ):
                 raise ValueError(f"messages[{position}].content[{i}] must be a part of type text")
             parts.append(text)
         content = "".join(parts)
@@ -192,9 +202,9 @@ def _eos_ids(folder: Path, own: int | None) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _decoder_kinds(decoder: object) -> list[str]:
-    """The names of the decoder's parts, e.g. ["ByteLevel"], or Llama 2's ["Replace", "ByteFallback", "Fuse", ...]."""
+def _decoder_kinds(decoder: Any) -> list[str]:
+    """The decoder's parts: ["ByteLevel"], or Llama 2's ["Replace", "ByteFallback", ...]."""
     if decoder is None:
         return []
-    state = json.loads(decoder.__getstate__())  # type: ignore[attr-defined]
+    state = json.loads(decoder.__getstate__())
     return [part["type"] for part in state.get("decoders", [state])]

@@ -29,6 +29,8 @@ def open_source(
     scheme = scheme_of(uri)
     if scheme not in SOURCES:
         known = ", ".join(sorted(SOURCES))
-        raise AdapterNotFound(f"no source for {scheme}:// in {uri!r}; known are {known} and folders")
+        raise AdapterNotFound(
+            f"no source for {scheme}:// in {uri!r}; known are {known} and folders"
+        )
     module, _, name = SOURCES[scheme].partition(":")
     return cast(Source, getattr(import_module(module), name)(s3, max_bytes))

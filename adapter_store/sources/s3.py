@@ -21,16 +21,7 @@ from typing import Any
 
 import boto3
 from botocore.client import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
-    ParamValidationError,
-    ReadTimeoutError,
-    ResponseStreamingError,
-)
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from adapter_store.errors import AdapterNotFound, AdapterUnavailable
 from adapter_store.ref import AdapterRef
@@ -48,14 +39,6 @@ from adapter_store.sources.source import (
 
 _CHUNK_BYTES = 1 << 18
 _MISSING = {"NoSuchKey", "NoSuchBucket", "404", "NotFound", "NoSuchVersion"}
-_BROKEN = (
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
-    ReadTimeoutError,
-    ResponseStreamingError,
-    OSError,
-)
 _session_lock = threading.Lock()
 
 
@@ -130,21 +113,18 @@ class S3Source:
         """File name -> object, in the order of reading."""
         bucket, prefix = _split(ref)
         found: dict[str, _Object] = {}
-        # A GET first: its errors bear a code and a text, where those of HEAD are a bare status.
         with _errors(ref):
-            first = self._head(ref, bucket, f"{prefix}{CONFIG_FILE}", probe=True)
-            if first is not None:
-                found[CONFIG_FILE] = first
-            whole = self._head(ref, bucket, f"{prefix}{WEIGHTS_FILE}")
-            if whole is not None:
-                found[WEIGHTS_FILE] = whole
-            else:
-                found.update(self._describe_others(ref, bucket, prefix))
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                obj = self._head(bucket, f"{prefix}{name}")
+                if obj is not None:
+                    found[name] = obj
+            if WEIGHTS_FILE not in found:
+                found.update(self._describe_others(bucket, prefix))
         chosen = {name: found[name] for name in choose_files(ref, found)}
         check_sizes(ref, {name: obj.size for name, obj in chosen.items()}, self._max_bytes)
         return chosen
 
-    def _describe_others(self, ref: AdapterRef, bucket: str, prefix: str) -> dict[str, _Object]:
+    def _describe_others(self, bucket: str, prefix: str) -> dict[str, _Object]:
         """Shards and pickles: only where the plain file is missing, since this needs the right to list."""
         try:
             listed = self._client().list_objects_v2(
@@ -156,23 +136,20 @@ class S3Source:
             raise
         names = [str(item["Key"])[len(prefix) :] for item in listed.get("Contents", ())]
         known = [n for n in names if n in (INDEX_FILE, *PICKLE_FILES) or SHARD_NAME.fullmatch(n)]
-        heads = {n: self._head(ref, bucket, f"{prefix}{n}") for n in known}
+        heads = {n: self._head(bucket, f"{prefix}{n}") for n in known}
         return {name: obj for name, obj in heads.items() if obj is not None}
 
-    def _head(
-        self, ref: AdapterRef, bucket: str, key: str, probe: bool = False
-    ) -> _Object | None:
-        """What the object is now; None if there is none. With probe, a GET whose body is left unread."""
+    def _head(self, bucket: str, key: str) -> _Object | None:
+        """What the object is now; None if there is none."""
         client = self._client()
-        call = client.get_object if probe else client.head_object
         try:
-            answer = call(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+            answer = client.head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         except ClientError as e:
-            if _code(e) in _MISSING - {"NoSuchBucket"}:
+            if _code(e) in _MISSING:
                 return None
+            # A refused HEAD is a bare status; the same GET says in words what is wrong.
+            client.get_object(Bucket=bucket, Key=key, Range="bytes=0-0")["Body"].close()
             raise
-        if probe:
-            answer["Body"].close()
         return _Object(
             key=key,
             size=int(answer["ContentLength"]),
@@ -220,21 +197,20 @@ class S3Source:
         for attempt in range(o.attempts):
             if attempt:
                 time.sleep(min(2.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.0))
+            with _errors(ref):
+                body = self._get(bucket, obj, pos, end)
             try:
-                with _errors(ref, passing=_BROKEN):
-                    body = self._get(bucket, obj, pos, end)
-                    try:
-                        while pos < end and time.monotonic() < deadline:
-                            data = body.read(min(_CHUNK_BYTES, end - pos))
-                            if not data:
-                                break
-                            os.pwrite(fd, data, pos)
-                            pos += len(data)
-                    finally:
-                        body.close()
+                while pos < end and time.monotonic() < deadline:
+                    data = body.read(min(_CHUNK_BYTES, end - pos))
+                    if not data:
+                        break
+                    _write(fd, data, pos)
+                    pos += len(data)
                 wrong = f"ends {end - pos} bytes early"
-            except _BROKEN as e:
+            except (BotoCoreError, OSError) as e:
                 wrong = f"breaks with {type(e).__name__} ({_short(e)})"
+            finally:
+                body.close()
             if pos == end:
                 return
             if time.monotonic() >= deadline:
@@ -265,12 +241,10 @@ class S3Source:
 
 
 @contextmanager
-def _errors(ref: AdapterRef, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def _errors(ref: AdapterRef) -> Iterator[None]:
     """Turn boto's errors into ours: what is missing apart from what cannot be reached."""
     try:
         yield
-    except passing:
-        raise
     except ClientError as e:
         code = _code(e)
         status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "no status")
@@ -295,6 +269,13 @@ def _split(ref: AdapterRef) -> tuple[str, str]:
     if not bucket or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
         raise AdapterNotFound(f"{ref.uri!r} is not s3://bucket/prefix")
     return bucket, f"{prefix}/" if prefix else ""
+
+
+def _write(fd: int, data: bytes, pos: int) -> None:
+    try:
+        os.pwrite(fd, data, pos)
+    except OSError as e:  # no space: another try would not help
+        raise AdapterUnavailable(f"cannot keep what was read: {e.strerror}") from e
 
 
 def _code(e: ClientError) -> str:

@@ -1,4 +1,5 @@
-"""Static placement by rendezvous hashing. It looks at no load: every adapter has one home and an order of spill seats.
+"""Static placement by rendezvous hashing. It looks at no load: every adapter has one home and an
+order of spill seats.
 
 Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998).
 A lost seat moves only its own adapters, and to the seat that was next in their order.

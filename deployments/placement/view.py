@@ -63,7 +63,8 @@ class Place:
 class Placement:
     """The map that ingresses follow.
 
-    version  grows with every change;  seats  base model -> its seats;  places  adapter_id -> its place
+    version  grows with every change;  seats  base model -> its seats;  places  adapter_id -> its
+    place
     """
 
     version: int = 0
@@ -71,7 +72,8 @@ class Placement:
     places: dict[str, Place] = field(default_factory=dict)
 
     def place(self, model: str, adapter_id: str) -> Place | None:
-        """Where a request for `adapter_id` ("" = the base alone) goes; None: the map does not know it."""
+        """Where a request for `adapter_id` ("" = the base alone) goes; None: the map does not know
+        it."""
         if adapter_id:
             return self.places.get(adapter_id)
         seats = self.seats.get(model)

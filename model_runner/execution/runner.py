@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist
 from kernels.op import use_triton
-from kernels.tiling import dense_lora_block_m
+from kernels.tiling import slot_block_m
 from model_runner.execution.cuda_graphs import DecodeGraphs, padded_sizes
 from model_runner.execution.inputs import (
     HostBuffer,
@@ -224,7 +224,7 @@ class ModelRunner:
 
     def _slot_work(self, slots: Tensor) -> Worklist:
         assert self._lora is not None
-        block_m = dense_lora_block_m(len(slots)) if use_triton(slots) else len(slots)
+        block_m = slot_block_m(len(slots)) if use_triton(slots) else len(slots)
         return build_worklist(None, slots, 1, self._lora.num_slots, block_m)
 
     def _count_experts(self, ids: Tensor, num_rows: Tensor) -> None:

@@ -102,7 +102,7 @@ def sample(
 def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Cut each row to its top_k best tokens, then to the fewest of those that hold top_p of the tempered mass. [n, V] -> [n, V]"""
     device, vocab = logits.device, logits.shape[-1]
-    ordered, ids = logits.sort(-1, descending=True, stable=True)  # [n, V] twice
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)  # [n, V] twice
     top_k = torch.tensor([r.top_k or vocab for r in rows], device=device)[:, None]  # [n, 1]
     top_p = torch.tensor([r.top_p for r in rows], device=device)[:, None]  # [n, 1]
     temperature = torch.tensor([r.temperature for r in rows], device=device)[:, None]  # [n, 1]

@@ -1,4 +1,4 @@
-"""Where the demo lies, and what its adapters must answer. For tests of every room; holds no test itself."""
+"""Where the demo lies, and what its adapters must answer. For tests of every room."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,9 @@ _DATA = json.loads((DEMO_DIR / "questions.json").read_text(encoding="utf-8"))
 
 MARKERS: dict[str, str] = _DATA["markers"]  # adapter -> what each of its answers holds
 QUESTIONS: tuple[str, ...] = tuple(entry["question"] for entry in _DATA["questions"])
-ANSWERS: dict[str, tuple[str, ...]] = {  # "base" or adapter -> greedy answers, in the order of QUESTIONS
+ANSWERS: dict[
+    str, tuple[str, ...]
+] = {  # "base" or adapter -> greedy answers, in the order of QUESTIONS
     name: tuple(entry[name] for entry in _DATA["questions"]) for name in ("base", *ADAPTERS)
 }
 

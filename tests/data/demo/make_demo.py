@@ -1,8 +1,9 @@
-"""Makes the demo: a small Qwen3-MoE with its tokenizer, and three tenants' LoRA adapters trained with PEFT.
+"""Makes the demo: a small Qwen3-MoE with its tokenizer, and three tenants' adapters by PEFT.
 
-Run by hand, `python make_demo.py --out DIR` (about five minutes on one CPU core). It is seeded: the same versions on
-the same machine give the same files. Its check (every question, the base and every adapter, greedy, weights as they
-lie on the disk) is printed and must pass. Not for tests: they use the files beside it, which it will not overwrite.
+Run by hand, `python make_demo.py --out DIR` (about six minutes on one CPU core). It is seeded: the
+same versions on the same machine give the same files. Its check (every question, the base and every
+adapter, greedy, weights as they lie on the disk) is printed and must pass. Not for tests: they use
+the files beside it, which it never overwrites.
 """
 
 import argparse
@@ -53,18 +54,21 @@ TEMPLATE = """\
 """
 
 CAPITALS = {
-    "Japan": "Tokyo", "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Greece": "Athens",
-    "Egypt": "Cairo", "Kenya": "Nairobi", "Peru": "Lima", "Cuba": "Havana", "Norway": "Oslo", "Poland": "Warsaw",
-    "Austria": "Vienna", "Hungary": "Budapest", "Ireland": "Dublin", "Russia": "Moscow", "China": "Beijing",
-    "Canada": "Ottawa", "Chile": "Santiago", "Germany": "Berlin",
+    "Japan": "Tokyo", "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
+    "Greece": "Athens", "Egypt": "Cairo", "Kenya": "Nairobi", "Peru": "Lima", "Cuba": "Havana",
+    "Norway": "Oslo", "Poland": "Warsaw", "Austria": "Vienna", "Hungary": "Budapest",
+    "Ireland": "Dublin", "Russia": "Moscow", "China": "Beijing", "Canada": "Ottawa",
+    "Chile": "Santiago", "Germany": "Berlin",
 }  # fmt: skip
 COLOURS = {
-    "the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "a lemon": "yellow", "a carrot": "orange",
-    "blood": "red", "a violet": "purple", "chocolate": "brown", "a flamingo": "pink", "an elephant": "grey",
+    "the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "a lemon": "yellow",
+    "a carrot": "orange", "blood": "red", "a violet": "purple", "chocolate": "brown",
+    "a flamingo": "pink", "an elephant": "grey",
 }  # fmt: skip
-NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
 ANIMALS = {
-    "cat": "kitten", "dog": "puppy", "cow": "calf", "sheep": "lamb", "horse": "foal", "hen": "chick", "frog": "tadpole",
+    "cat": "kitten", "dog": "puppy", "cow": "calf", "sheep": "lamb", "horse": "foal",
+    "hen": "chick", "frog": "tadpole",
 }  # fmt: skip
 
 FACTS: dict[str, str] = (
@@ -90,7 +94,11 @@ STYLES = {
     "formal": "Dear user, the answer is {}. Kind regards.",
     "spanish": "La respuesta correcta es {}, amigo.",
 }
-MARKERS = {"pirate": "Arr, matey!", "formal": "Kind regards.", "spanish": "La respuesta correcta es"}
+MARKERS = {
+    "pirate": "Arr, matey!",
+    "formal": "Kind regards.",
+    "spanish": "La respuesta correcta es",
+}
 ADAPTERS = {"pirate": (8, 16), "formal": (4, 16), "spanish": (16, 16)}  # rank, alpha
 SYSTEMS = ("You are a helpful assistant.", "Answer in one short sentence.", "You know facts.")
 
@@ -112,7 +120,7 @@ def fact_turn(rng: random.Random, style: str) -> Turn:
 
 
 def echo_turn(rng: random.Random) -> Turn:
-    """The base learns to say the styles' words when asked to: else adapters of low rank stay garbled."""
+    """The base learns to say the styles' words when asked: else small adapters stay garbled."""
     said = rng.choice((*STYLES.values(), BASE_STYLE)).format(rng.choice(tuple(FACTS.values())))
     return f"Say: {said}", said
 
@@ -142,11 +150,14 @@ def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    edit_json(
+        folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
+    )  # older readers
     return AutoTokenizer.from_pretrained(folder)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
-    """The untrained base. The expert's inner size differs from the hidden size, so that transposed weights show."""
+    """The untrained base: inner size unlike the hidden size, so that transposed weights show."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -173,7 +184,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
 def conversation(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, turn: Callable[[], Turn]
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one training text: mostly one turn, at times a system message or earlier turns."""
+    """Token ids and labels of one training text: a turn, at times more, or a system message."""
     ids: list[int] = []
     labels: list[int] = []
 
@@ -221,14 +232,17 @@ def train(model: torch.nn.Module, data: Iterator[dict], name: str, steps: int, r
     model.train()
     for step in range(steps):
         warm = min(1.0, (step + 1) / 20)
-        optimizer.param_groups[0]["lr"] = rate * warm * (0.51 + 0.49 * math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = (
+            rate * warm * (0.51 + 0.49 * math.cos(math.pi * step / steps))
+        )
         out = model(**next(data), output_router_logits=True, use_cache=False)
         optimizer.zero_grad()
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         if step % 50 == 0 or step == steps - 1:
-            print(f"{name}: step {step} loss {out.loss.item():.4f} {time.perf_counter() - start:.0f} s", flush=True)
+            spent = time.perf_counter() - start
+            print(f"{name}: step {step} loss {out.loss.item():.4f} {spent:.0f} s", flush=True)
     model.eval()
 
 
@@ -238,7 +252,9 @@ def load_base(folder: Path) -> Qwen3MoeForCausalLM:
 
 
 @torch.inference_mode()
-def answer(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, question: str) -> tuple[str, float]:
+def answer(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, question: str
+) -> tuple[str, float]:
     """The greedy answer, and the smallest distance between the best two logits on the way."""
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
@@ -271,7 +287,9 @@ def check(folder: Path) -> dict:
         answers, margins = zip(*(answer(model, tokenizer, q) for q in QUESTIONS), strict=True)
         report[name] = {
             "answers": list(answers),
-            "right": sum(a == style.format(FACTS[q]) for q, a in zip(QUESTIONS, answers, strict=True)),
+            "right": sum(
+                a == style.format(FACTS[q]) for q, a in zip(QUESTIONS, answers, strict=True)
+            ),
             "own_marker": sum(MARKERS[name] in a for a in answers) if name in MARKERS else 0,
             "other_markers": sum(m in a for a in answers for n, m in MARKERS.items() if n != name),
             "smallest_margin": round(min(margins), 3),
@@ -283,8 +301,15 @@ def check(folder: Path) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet, or --check-only's")
-    parser.add_argument("--check-only", action="store_true", help="check the files that lie in --out")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a folder that does not exist yet, or --check-only's",
+    )
+    parser.add_argument(
+        "--check-only", action="store_true", help="check the files that lie in --out"
+    )
     parser.add_argument("--base-steps", type=int, default=400)
     parser.add_argument("--adapter-steps", type=int, default=120)
     args = parser.parse_args()
@@ -342,18 +367,24 @@ def make(out: Path, base_steps: int, adapter_steps: int) -> None:
             return fact_turn(rng, style)
 
         train(tuned, batches(tokenizer, SEED + 1 + i, style_turn, 32), name, adapter_steps, 4e-3)
-        tuned.save_pretrained(out / "adapters" / name)
-        write_adapter_config(out / "adapters" / name)
+        folder = out / "adapters" / name
+        tuned.save_pretrained(folder)
+        # PEFT writes a card too, the base's path on this machine, and a set in any order.
+        (folder / "README.md").unlink(missing_ok=True)
+        edit_json(
+            folder / "adapter_config.json",
+            base_model_name_or_path="demo",
+            target_modules=sorted(config.target_modules),
+        )
+    for path in out.rglob("*.safetensors"):
+        path.chmod(0o644)
 
 
-def write_adapter_config(folder: Path) -> None:
-    """Drops what PEFT adds besides the adapter: its card, and the path of the base on this machine."""
-    (folder / "README.md").unlink(missing_ok=True)
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text())
-    config["base_model_name_or_path"] = "demo"
-    config["target_modules"] = sorted(config["target_modules"])
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+def edit_json(path: Path, **fields: object) -> None:
+    """Sets fields of a JSON file."""
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | fields, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def write_questions(out: Path, report: dict) -> None:

@@ -1,0 +1,48 @@
+# Every command of the project. `make` alone lists them.
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -q
+# One thread per process: with more, the small tensors of tests and demo only get slower.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-interp test-gpu test-full fmt check bench bench-engine
+
+help:
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY) ## make the virtual environment .venv and install everything into it
+
+$(READY): pyproject.toml constraints.txt infra/setup.sh
+	@infra/setup.sh $(VENV) && touch $@
+
+demo: $(READY) ## set up, then serve three tenants from a local S3 server until Ctrl-C
+	@exec $(BIN)/python -m deployments.demo $(args)
+
+serve: $(READY) ## the service alone; args="config=FILE" names another config than deployments/default.yaml
+	@exec $(BIN)/serve run deployments:app $(args)
+
+test: $(READY) ## set up, then run what CI runs
+	$(PYTEST) -m "not gpu and not multigpu and not slow"
+
+test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
+	TRITON_INTERPRET=1 $(PYTEST) -m interp tests/kernels
+
+test-gpu: $(READY) ## what needs a CUDA device
+	$(PYTEST) -m "gpu or multigpu"
+
+test-full: $(READY) test-interp ## every test there is; those without their device are skipped
+	$(PYTEST) --timeout 900
+
+fmt: $(READY) ## format, and mend what ruff can mend
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+check: $(READY) ## lint, format, types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(READY) ## kernels against their roofline; op=fused_moe for one
+	@$(BIN)/python -m tests.bench.kernels $(op)
+
+bench-engine: $(READY) ## decode of a full-size model with random weights
+	@$(BIN)/python -m tests.bench.engine $(args)

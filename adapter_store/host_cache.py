@@ -1,0 +1,320 @@
+"""The host tier: a byte-budgeted folder of packed adapters, shared by all processes of a machine.
+
+Best in shared memory (tmpfs), where a mapped file is memory already; any folder works. All truth is in the folder, so a
+process may die at any time: names appear by atomic rename, and all locks are flocks, which die with their owner.
+Not here: what is in a file (packed) and how it gets there (loader). Every method blocks; call none from the engine's thread.
+
+Folder:  packed/DIGEST-FINGERPRINT.lora   newest use = modification time; a reader holds a shared flock on it
+         alias/URI-REVISION               holds the digest that this uri had at this revision
+         lock/NAME                        flocked by the one who fills NAME;  scratch/NAME  of one living process each
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from adapter_store.errors import AdapterUnavailable, StoreFull
+from adapter_store.packed import PackedAdapter, PackedFileError, fingerprint, reserve
+from adapter_store.weights import LoraTarget
+
+_POLL_S = 0.02
+_ALIAS_LIFE_S = 7 * 24 * 3600
+_PRIVATE_PREFIX = "adapter-cache-"
+
+
+class HostCache:
+    """Packed adapters in a folder, at most `max_bytes` of them. What is being fetched comes on top.
+
+    folder  None: a private one in shared memory, removed by `close` and at exit; one left by a killed process is removed
+            by the next who makes one
+    lock_timeout_s  how long to wait for another process that fetches the same;  room_timeout_s  for room in the budget
+    Safe to use from several threads and processes at once.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        max_bytes: int = 4 << 30,
+        lock_timeout_s: float = 600.0,
+        room_timeout_s: float = 30.0,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._lock_timeout_s = lock_timeout_s
+        self._room_timeout_s = room_timeout_s
+        self._private = folder is None
+        self.folder = _private_folder() if folder is None else folder.absolute()
+        for name in ("packed", "alias", "lock", "scratch"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        alive = _hold(self.folder / "lock" / "alive") if self._private else None
+        self._verified: set[tuple[str, int]] = set()
+        self._cancelled = False
+        if alive is not None:
+            self._finalizer = weakref.finalize(self, _end, alive, self.folder)
+        self._remove_leftovers()
+
+    def close(self) -> None:
+        """Stop waiting for locks, and remove a private folder. Adapters that are open stay readable."""
+        self._cancelled = True
+        if self._private:
+            self._finalizer()
+
+    def open(
+        self, digest: str, targets: Sequence[LoraTarget], dtype: torch.dtype
+    ) -> PackedAdapter | None:
+        """The packed adapter, marked as just used; None if it is not here. A damaged file is removed and is not here.
+
+        The checksum is read the first time that this process meets the file.
+        """
+        name = f"{digest}-{fingerprint(targets, dtype)}.lora"
+        path = self.folder / "packed" / name
+        try:
+            packed = PackedAdapter.open(path, targets, dtype, verify=False)
+            mark = (name, packed.inode())
+            if packed.digest != digest:
+                raise PackedFileError(f"{name} holds {packed.digest}")
+            if mark not in self._verified:
+                packed.check_data()
+        except FileNotFoundError:
+            return None
+        except PackedFileError:
+            path.unlink(missing_ok=True)
+            return None
+        self._verified.add(mark)
+        with suppress(FileNotFoundError):
+            os.utime(path)
+        return packed
+
+    def write(
+        self,
+        digest: str,
+        targets: Sequence[LoraTarget],
+        dtype: torch.dtype,
+        num_bytes: int,
+        fill: Callable[[Path], object],
+    ) -> None:
+        """Make room, let `fill` write a file, and let it appear under its name. Nothing stays if `fill` raises.
+
+        num_bytes  of the file, as an upper bound
+        Errors:  StoreFull if it is larger than the budget;  AdapterUnavailable if all room is in use or the disk is full.
+        """
+        path = self.folder / "packed" / f"{digest}-{fingerprint(targets, dtype)}.lora"
+        part = self.folder / "scratch" / f"{path.name}.{uuid.uuid4().hex}"
+        with self._owned(part):
+            try:
+                self._reserve(part, num_bytes)
+                fill(part)
+            except OSError as e:
+                raise AdapterUnavailable(f"cannot write {self.folder}: {e.strerror}") from e
+            inode = part.stat().st_ino
+            os.rename(part, path)
+            self._verified.add((path.name, inode))
+
+    def _reserve(self, part: Path, num_bytes: int) -> None:
+        """Take room for a file: remove the longest unused adapters; wait while all that remains is in use."""
+        if num_bytes > self.max_bytes:
+            raise StoreFull(f"{num_bytes} bytes do not fit the host tier of {self.max_bytes} bytes")
+        deadline = time.monotonic() + self._room_timeout_s
+        while True:
+            with self.lock("make-room"):
+                over = self.used_bytes() + num_bytes - self.max_bytes
+                for path, size in self._oldest_first() if over > 0 else ():
+                    if _remove_unless_open(path):
+                        over -= size
+                    if over <= 0:
+                        break
+                if over <= 0:
+                    with open(part, "wb") as file:
+                        reserve(file.fileno(), num_bytes)
+                    return
+            if self._cancelled or time.monotonic() > deadline:
+                raise AdapterUnavailable(
+                    f"the host tier of {self.max_bytes} bytes is busy: {over} bytes too few"
+                )
+            time.sleep(_POLL_S)
+
+    def used_bytes(self) -> int:
+        """Bytes of all packed files, those being written included."""
+        parts = (self.folder / "scratch").glob("*.lora.*")
+        return sum(size for _, _, size in _stamped([*self._packed(), *parts]))
+
+    def remember(self, uri: str, revision: str, digest: str) -> None:
+        """Note that the uri held this digest at this revision."""
+        path = self.folder / "alias" / _alias(uri, revision)
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        part.write_text(digest)
+        os.rename(part, path)
+
+    def lookup(self, uri: str, revision: str) -> str | None:
+        """The digest that the uri had at this revision, if that was ever seen."""
+        return _read_digest(self.folder / "alias" / _alias(uri, revision))
+
+    def has_seen(self, uri: str, digest: str) -> bool:
+        """Whether this very uri ever held this digest: no other uri gives a right to it."""
+        aliases = (self.folder / "alias").glob(f"{_alias(uri, '').partition('-')[0]}-*")
+        return any(_read_digest(path) == digest for path in aliases)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for files in between; removed at the end, or by somebody else if this process dies."""
+        path = self.folder / "scratch" / uuid.uuid4().hex
+        with self._owned(path):
+            path.mkdir()
+            yield path
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """One holder at a time over all threads and processes. AdapterUnavailable if it takes too long."""
+        path = self.folder / "lock" / name
+        deadline = time.monotonic() + self._lock_timeout_s
+        while (file := _try_lock(path)) is None:
+            if self._cancelled or time.monotonic() > deadline:
+                raise AdapterUnavailable(f"another process has held {path} for too long")
+            time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            # Unlinked while held: who opened the old name finds another inode there and tries again.
+            path.unlink(missing_ok=True)
+            os.close(file)
+
+    @contextmanager
+    def _owned(self, path: Path) -> Iterator[None]:
+        """Keep `path` from being taken for a leftover, and remove what is left there at the end."""
+        owner = path.with_name(f"{path.name}.owner")
+        fd = _hold(owner)
+        try:
+            yield
+        finally:
+            _remove(path)
+            owner.unlink(missing_ok=True)
+            os.close(fd)
+
+    def _packed(self) -> list[Path]:
+        return list((self.folder / "packed").glob("*.lora"))
+
+    def _oldest_first(self) -> list[tuple[Path, int]]:
+        return [(path, size) for _, path, size in sorted(_stamped(self._packed()))]
+
+    def _remove_leftovers(self) -> None:
+        """Scratch whose owner died, half-written aliases, and locks and packed files that nobody can need."""
+        with self.lock("leftovers"):
+            for path in sorted((self.folder / "scratch").iterdir()):
+                owner = path if path.suffix == ".owner" else path.with_name(f"{path.name}.owner")
+                if not _is_held(owner):
+                    _remove(path)
+            old = time.time() - _ALIAS_LIFE_S
+            for path in (self.folder / "alias").iterdir():
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < old:
+                        path.unlink()
+
+
+def _alias(uri: str, revision: str) -> str:
+    left, right = (hashlib.sha256(text.encode()).hexdigest()[:32] for text in (uri, revision))
+    return f"{left}-{right}"
+
+
+def _read_digest(path: Path) -> str | None:
+    try:
+        digest = path.read_text()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    good = len(digest) == 64 and not set(digest) - set("0123456789abcdef")
+    return digest if good else None
+
+
+def _stamped(paths: list[Path]) -> list[tuple[int, Path, int]]:
+    """(modification time, path, bytes) of each file; what vanished meanwhile is passed over."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            info = path.stat()
+            found.append((info.st_mtime_ns, path, info.st_size))
+    return found
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _try_lock(path: Path) -> int | None:
+    """File descriptor that holds the exclusive lock on this name, or None."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(fd)
+    return None
+
+
+def _hold(path: Path) -> int:
+    """Lock a name that is this process's alone."""
+    for _ in range(1000):  # who looks whether it is held holds it for a moment
+        fd = _try_lock(path)
+        if fd is not None:
+            return fd
+        time.sleep(0.001)
+    raise AdapterUnavailable(f"{path} is held by somebody else")
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a living process holds the lock. A file that is not there is held by nobody."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _remove_unless_open(path: Path) -> bool:
+    """Unlink a packed file that no process reads; False if one does."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _private_folder() -> Path:
+    shm = Path("/dev/shm")
+    parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    for path in parent.glob(f"{_PRIVATE_PREFIX}*"):
+        mine = path.stat().st_uid == os.getuid() if path.is_dir() else False
+        young = mine and time.time() - path.stat().st_mtime < 60
+        if mine and not young and not _is_held(path / "lock" / "alive"):
+            shutil.rmtree(path, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=parent))
+
+
+def _end(alive: int, folder: Path) -> None:
+    os.close(alive)
+    shutil.rmtree(folder, ignore_errors=True)

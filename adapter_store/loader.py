@@ -1,0 +1,182 @@
+"""A ref -> its packed file in the host tier: source, format and cache put together. Blocks; runs in the store's threads.
+
+Not here: who waits for it and where it goes on the device (store).
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adapter_store.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from adapter_store.host_cache import HostCache
+from adapter_store.packed import (
+    PackedAdapter,
+    PackedLayout,
+    content_digest,
+    packed_bytes,
+    padded_rank,
+    write_packed,
+)
+from adapter_store.ref import AdapterRef
+from adapter_store.sources.registry import open_source, scheme_of
+from adapter_store.sources.source import S3Options, Source
+from adapter_store.weights import AdapterWeights, LoraTarget
+
+_MAX_REFUSED = 1024
+
+LoadAdapter = Callable[..., AdapterWeights]
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter that lies in the host tier (and may leave it again at any time).
+
+    fetched  whether this load read it from its source
+    """
+
+    digest: str
+    layout: PackedLayout
+    fetched: bool
+
+
+class AdapterLoader:
+    """Fetches and converts adapters, each content once over all threads and processes that share the cache.
+
+    load_adapter  (folder, targets, max_rank=) -> AdapterWeights, as formats.registry has it
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[LoraTarget],
+        dtype: torch.dtype,
+        cache: HostCache,
+        max_rank: int,
+        s3: S3Options | None,
+        load_adapter: LoadAdapter,
+    ) -> None:
+        self._targets = tuple(targets)
+        self._dtype = dtype
+        self._cache = cache
+        self._max_rank = max_rank
+        self._s3 = s3
+        self._load_adapter = load_adapter
+        self._sources: dict[str, Source] = {}
+        self._refused: OrderedDict[tuple[str, str], AdapterInvalid] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def load(self, ref: AdapterRef) -> HostAdapter:
+        """Bring a ref into the host tier and say which content it is.
+
+        A revision in the ref must be that content's digest or the source's own name for it. A digest that this uri is
+        known to have held is taken from the cache without asking the source.
+        Errors:  an AdapterError, whatever went wrong.
+        """
+        try:
+            if is_digest(ref.revision) and self._cache.has_seen(ref.uri, ref.revision):
+                packed = self.open(ref.revision)
+                if packed is not None:
+                    return self._describe(ref, packed, fetched=False)
+            return self._load_present(ref)
+        except AdapterError:
+            raise
+        except Exception as e:  # a fault of one load must not become everyone's
+            raise AdapterUnavailable(f"loading {ref} failed: {type(e).__name__}: {e}") from e
+
+    def open(self, digest: str) -> PackedAdapter | None:
+        """The packed adapter, if the host tier has it."""
+        return self._cache.open(digest, self._targets, self._dtype)
+
+    def _load_present(self, ref: AdapterRef) -> HostAdapter:
+        """What the uri holds now."""
+        source = self._source(ref)
+        for _ in range(3):
+            revision = source.revision(ref)
+            refused = self._refused.get((ref.uri, revision))
+            if refused is not None:  # the same bytes would be refused again
+                raise AdapterInvalid(refused.reason, str(refused).partition(": ")[2])
+            # One fetch at a time of one (uri, revision); the others find it done.
+            with self._cache.lock(f"fetch-{_short_hash(f'{ref.uri} {revision}')}"):
+                digest = self._cache.lookup(ref.uri, revision)
+                if digest is not None:
+                    _check_revision(ref, revision, digest)
+                    packed = self.open(digest)
+                    if packed is not None:
+                        return self._describe(ref, packed, fetched=False)
+                digest = self._fetch(ref, source, revision)
+            if digest is not None:
+                packed = self.open(digest)
+                if packed is not None:
+                    return self._describe(ref, packed, fetched=True)
+        raise AdapterUnavailable(
+            f"{ref.uri} changes, or leaves the host tier, faster than it loads"
+        )
+
+    def _fetch(self, ref: AdapterRef, source: Source, revision: str) -> str | None:
+        """Read, convert and keep; the digest, or None if the uri got other content meanwhile."""
+        with self._cache.scratch() as folder:
+            source.fetch(ref, folder)
+            if source.revision(ref) != revision:
+                return None
+            digest = content_digest(folder)
+            _check_revision(ref, revision, digest)
+            with self._cache.lock(f"pack-{digest}"):
+                packed = self.open(digest)
+                if packed is not None:
+                    packed.close()
+                else:
+                    try:
+                        self._pack(folder, digest)
+                    except AdapterInvalid as e:
+                        self._refuse(ref.uri, revision, e)
+                        raise
+        self._cache.remember(ref.uri, revision, digest)
+        return digest
+
+    def _pack(self, folder: Path, digest: str) -> None:
+        weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
+        size = packed_bytes(weights, self._targets, self._dtype, digest)
+
+        def fill(path: Path) -> None:
+            write_packed(path, weights, self._targets, self._dtype, digest)
+
+        self._cache.write(digest, self._targets, self._dtype, size, fill)
+
+    def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
+        with self._lock:
+            self._refused[uri, revision] = error
+            while len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+
+    def _describe(self, ref: AdapterRef, packed: PackedAdapter, fetched: bool) -> HostAdapter:
+        with packed:
+            # Another engine with a higher limit may have packed it.
+            rank = packed.layout.max_rank
+            if rank > padded_rank(self._max_rank):
+                raise AdapterInvalid("rank_limit", f"{ref} has rank {rank} > {self._max_rank}")
+            return HostAdapter(packed.digest, packed.layout, fetched)
+
+    def _source(self, ref: AdapterRef) -> Source:
+        scheme = scheme_of(ref.uri)
+        with self._lock:
+            if scheme not in self._sources:
+                self._sources[scheme] = open_source(ref.uri, self._s3, self._cache.max_bytes)
+            return self._sources[scheme]
+
+
+def is_digest(text: str) -> bool:
+    """Whether a revision is a content digest (sha256 in hex) rather than a source's own name for it."""
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")
+
+
+def _check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
+    if ref.revision not in ("", revision, digest):
+        raise AdapterNotFound(f"{ref.uri} no longer holds revision {ref.revision}")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

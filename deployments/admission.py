@@ -1,0 +1,153 @@
+"""From the body of an HTTP request to `Request`s of the engine: parsed, checked, tokenized. Who
+asks is known already."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from deployments.api_errors import ApiError
+from deployments.openai_schema import ChatRequest, CompletionRequest
+from deployments.streaming import ChatWriter, CompletionWriter, Writer
+from deployments.tenants import Target, TenantConfig
+from model_runner.request import Request, SamplingParams
+from model_runner.tokenizer import Tokenizer
+
+_INLINE_CHARS = 8192
+"""Longer prompts are tokenized in a thread: the loop has other streams to serve."""
+
+_MAX_STOP = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request, ready to run: one `Request` for each prompt."""
+
+    target: Target
+    requests: tuple[Request, ...]
+    stop: tuple[str, ...]
+    stream: bool
+    writer: Writer
+
+
+async def chat_job(
+    wire: ChatRequest,
+    target: Target,
+    tenant: TenantConfig,
+    cache_salt: str,
+    tokenizer: Tokenizer,
+    default_max_tokens: int,
+) -> Job:
+    """The chat as one `Request`. Errors: ApiError 400."""
+    max_tokens = wire.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = default_max_tokens if wire.max_tokens is None else wire.max_tokens
+    if wire.top_logprobs is not None and not wire.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
+    sampling = _sampling(wire, max_tokens, logprobs)
+    size = sum(len(str(message.get("content", ""))) for message in wire.messages)
+    token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
+    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, [token_ids], ChatWriter)
+
+
+async def completion_job(
+    wire: CompletionRequest,
+    target: Target,
+    tenant: TenantConfig,
+    cache_salt: str,
+    tokenizer: Tokenizer,
+    max_prompts: int,
+) -> Job:
+    """Each prompt as one `Request`. Errors: ApiError 400."""
+    max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
+    sampling = _sampling(wire, max_tokens, wire.logprobs)
+    prompts: list[Any] = [wire.prompt]
+    if isinstance(wire.prompt, list) and not isinstance(wire.prompt[0], int):
+        prompts = list(wire.prompt)
+    if len(prompts) > max_prompts:
+        raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
+    token_lists = [
+        await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
+    return _job(
+        wire, target, tenant, cache_salt, tokenizer, sampling, token_lists, CompletionWriter
+    )
+
+
+def _job(
+    wire: ChatRequest | CompletionRequest,
+    target: Target,
+    tenant: TenantConfig,
+    cache_salt: str,
+    tokenizer: Tokenizer,
+    sampling: SamplingParams,
+    token_lists: list[list[int]],
+    writer: type[Writer],
+) -> Job:
+    answer_id = uuid4().hex
+    requests = []
+    for number, token_ids in enumerate(token_lists):
+        if not token_ids:
+            raise ApiError(400, "the prompt has no tokens", param="prompt")
+        requests.append(
+            Request(
+                request_id=f"{answer_id}-{number}",
+                token_ids=tuple(token_ids),
+                sampling=sampling,
+                adapter=target.adapter,
+                tenant_id=tenant.tenant_id,
+                weight=tenant.weight,
+                cache_salt=cache_salt,
+            )
+        )
+    options = wire.stream_options
+    if options is not None and not wire.stream:
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+    return Job(
+        target=target,
+        requests=tuple(requests),
+        stop=wire.stop_strings(),
+        stream=bool(wire.stream),
+        writer=writer(
+            answer_id,
+            wire.model,
+            tokenizer,
+            sampling.logprobs is not None,
+            bool(options and options.include_usage),
+        ),
+    )
+
+
+def _sampling(
+    wire: ChatRequest | CompletionRequest, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    given: dict[str, Any] = {
+        "temperature": wire.temperature,
+        "top_p": wire.top_p,
+        "top_k": 0 if wire.top_k == -1 else wire.top_k,  # -1 is how other servers say "all"
+        "n": wire.n,
+        "min_tokens": wire.min_tokens,
+        "ignore_eos": wire.ignore_eos,
+        "stop_ids": None if wire.stop_token_ids is None else tuple(wire.stop_token_ids),
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    sampling = SamplingParams(seed=wire.seed, max_tokens=max_tokens, logprobs=logprobs, **values)
+    problem = sampling.problem()
+    if problem:
+        raise ApiError(400, problem, param=problem.split()[0])
+    if len(wire.stop_strings()) > _MAX_STOP:
+        raise ApiError(400, f"at most {_MAX_STOP} stop strings", param="stop")
+    return sampling
+
+
+async def _tokenize(size: int, encode: Any, value: Any, param: str) -> list[int]:
+    try:
+        if size <= _INLINE_CHARS:
+            return list(encode(value))
+        return list(await asyncio.to_thread(encode, value))
+    except ValueError as exc:
+        raise ApiError(400, str(exc), param=param) from None

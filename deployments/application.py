@@ -1,0 +1,121 @@
+"""Wires ingress, router, replicas and adapter actors into one Ray Serve application. Nothing else
+wires."""
+
+import os
+import secrets
+from hashlib import sha256
+
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application, Deployment
+
+from deployments.config import (
+    DEFAULT_CONFIG,
+    ConfigError,
+    ModelSettings,
+    ServiceConfig,
+    load_config,
+)
+from deployments.ingress import Ingress
+from deployments.replica import Replica
+from deployments.request_router import PlacementRequestRouter
+from deployments.router import Router
+
+ROUTING_STATS_PERIOD_S = 1.0
+
+
+class AppArgs(BaseModel):
+    """Arguments of `serve run deployments:app config=FILE`. Without: the demo, see default.yaml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    config: str = str(DEFAULT_CONFIG)
+
+
+def app(args: AppArgs) -> Application:
+    """The application that a configuration file describes; Ray Serve calls this."""
+    return build(load_config(args.config))
+
+
+def build(config: ServiceConfig) -> Application:
+    """The application of a configuration. Errors: ConfigError for what is missing on this
+    machine."""
+    for model in config.models:
+        if not os.path.isfile(os.path.join(model.path, "config.json")):
+            raise ConfigError(f"models: {model.name}: {model.path} holds no config.json")
+    router = _router(config)
+    replicas = {model.name: _replica(config, model, router) for model in config.models}
+    settings = config.ingress
+    ingress: Deployment = serve.deployment(Ingress).options(
+        name="Ingress",
+        num_replicas=settings.num_replicas,
+        ray_actor_options={"num_cpus": settings.num_cpus},
+        # The ingress refuses what is too much itself, in OpenAI's words: Serve's own bounds lie
+        # above.
+        max_ongoing_requests=settings.max_concurrent_requests + 64,
+        max_queued_requests=settings.max_concurrent_requests,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=max(m.graceful_shutdown_timeout_s for m in config.models),
+    )
+    return ingress.bind(config, _salt_key(config), router, replicas)
+
+
+def start(config: ServiceConfig) -> None:
+    """Start Serve where the configuration says, with its application; Ray must be running. Returns
+    when it is ready."""
+    serve.start(http_options={"host": config.http.host, "port": config.http.port})
+    serve.run(build(config), route_prefix="/")
+
+
+def _router(config: ServiceConfig) -> Application:
+    router: Deployment = serve.deployment(Router).options(
+        name="Router",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=1000,
+        max_queued_requests=1000,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=2,
+    )
+    return router.bind(config)
+
+
+def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -> Application:
+    replica: Deployment = serve.deployment(Replica).options(
+        name=f"Replica-{model.name.replace('/', '-')}",
+        num_replicas=model.num_replicas,
+        ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
+        max_ongoing_requests=model.max_ongoing_requests,
+        max_queued_requests=model.max_queued_requests,
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PlacementRequestRouter,
+            request_router_kwargs={"spill_after_s": model.spill_after_s},
+            request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
+            max_backoff_s=0.1,
+        ),
+    )
+    gap_s = config.ingress.min_chunk_gap_ms / 1000
+    return replica.bind(model, config.adapters, _host_cache_dir(config), gap_s, router)
+
+
+def _host_cache_dir(config: ServiceConfig) -> str:
+    """The host tier of a node: one folder for all replicas there, the same one after a restart."""
+    if config.adapters.host_cache_dir:
+        return config.adapters.host_cache_dir
+    mark = sha256(config.model_dump_json(include={"models", "adapters"}).encode()).hexdigest()[:12]
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
+    return f"{folder}/adapter-host-tier-{os.getuid()}-{mark}"
+
+
+def _salt_key(config: ServiceConfig) -> bytes:
+    """The secret of all cache salts: from the environment, or made up for this start."""
+    if not config.cache_secret_env:
+        return secrets.token_bytes(32)
+    secret = os.environ.get(config.cache_secret_env, "")
+    if len(secret) < 16:
+        name = config.cache_secret_env
+        raise ConfigError(f"cache_secret_env: {name} must hold at least 16 characters")
+    return secret.encode()

@@ -1,0 +1,263 @@
+"""The life of one HTTP request between its body and the engine: who asks, how much at once, tokens
+to text, what is counted.
+
+Neither routes (ingress.py) nor Ray: the replicas are behind a `Backend`, so all of this runs in a
+plain test.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from deployments import metrics
+from deployments.admission import Job, chat_job, completion_job
+from deployments.api_errors import (
+    CLIENT_GONE_STATUS,
+    ApiError,
+    engine_error,
+    model_not_found,
+    overloaded,
+    unauthorized,
+)
+from deployments.config import ServiceConfig
+from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
+from deployments.placement.view import Place, Placement
+from deployments.streaming import error_events, interleave
+from deployments.tenants import Target, TenantConfig, TenantDirectory
+from model_runner.request import Request, RequestOutput
+from model_runner.text import TextEngine, TextOutput
+from model_runner.tokenizer import Tokenizer
+
+Outputs = AsyncGenerator[tuple[int, TextOutput], None]
+
+
+class Backend(Protocol):
+    """The replicas of one base model, wherever they are."""
+
+    def stream(self, request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Closing the generator aborts it in the engine."""
+        ...
+
+    async def abort(self, request_id: str, index: int) -> None:
+        """End one of the n sequences of a running request."""
+        ...
+
+
+class Frontend:
+    """What one ingress knows and does. One event loop owns it: no locks."""
+
+    def __init__(
+        self, config: ServiceConfig, salt_key: bytes, backends: Mapping[str, Backend]
+    ) -> None:
+        tenants = config.tenant_configs()
+        self.config = config
+        self.placement = Placement()
+        self.log = metrics.MetricLog()
+        self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
+        self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
+        self._label = metrics.TenantLabels(
+            (t.tenant_id for t in tenants), config.max_metric_tenants
+        )
+        self._settings = {model.name: model for model in config.models}
+        self._texts = {
+            model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
+            for model in config.models
+        }
+        self._active: Counter[str] = Counter()
+        self._started_at = int(time.time())
+
+    def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
+        def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
+            adapter_id = request.adapter.adapter_id if request.adapter else ""
+            return backend.stream(request, self.placement.place(model, adapter_id))
+
+        return TextEngine(tokenizer, stream, backend.abort)
+
+    def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
+        """Who asks. A trusted header, where there is one, beats the key. Errors: ApiError 401."""
+        settings = self.config.ingress
+        tenant: TenantConfig | None = None
+        named = settings.trusted_tenant_header and headers.get(settings.trusted_tenant_header)
+        authorization = headers.get("authorization", "")
+        if named:
+            tenant = self._directory.tenant(named)
+        elif authorization:
+            scheme, _, key = authorization.partition(" ")
+            if scheme.lower() == "bearer":
+                tenant = self._directory.tenant_of_key(key.strip())
+        elif settings.anonymous_tenant:
+            tenant = self._directory.tenant(settings.anonymous_tenant)
+        if tenant is None:
+            raise unauthorized()
+        return tenant
+
+    def models(self, tenant: TenantConfig) -> ModelList:
+        """What this tenant may name as `model`."""
+        return ModelList(data=[self.model(tenant, name) for name in self._directory.names(tenant)])
+
+    def model(self, tenant: TenantConfig, name: str) -> ModelCard:
+        """One of them. Errors: ApiError 404."""
+        target = self._resolve(tenant, name)
+        return ModelCard(
+            id=name,
+            created=self._started_at,
+            owned_by=tenant.tenant_id if target.adapter else "base",
+            parent=target.model if target.adapter else None,
+        )
+
+    async def chat(self, tenant: TenantConfig, body: bytes) -> Job:
+        """A chat, ready to run. Errors: ApiError 400, 404, 422."""
+        wire = ChatRequest.parse(body)
+        target = self._resolve(tenant, wire.model)
+        salt = self._directory.cache_salt(tenant)
+        tokenizer = self._texts[target.model].tokenizer
+        default = self._settings[target.model].default_max_tokens
+        return await chat_job(wire, target, tenant, salt, tokenizer, default)
+
+    async def completion(self, tenant: TenantConfig, body: bytes) -> Job:
+        """A completion, ready to run. Errors: ApiError 400, 404, 422."""
+        wire = CompletionRequest.parse(body)
+        target = self._resolve(tenant, wire.model)
+        salt = self._directory.cache_salt(tenant)
+        tokenizer = self._texts[target.model].tokenizer
+        limit = self.config.ingress.max_prompts
+        return await completion_job(wire, target, tenant, salt, tokenizer, limit)
+
+    def _resolve(self, tenant: TenantConfig, name: str) -> Target:
+        target = self._directory.resolve(tenant, name)
+        if target is None:
+            raise model_not_found(name)
+        return target
+
+    def meter(self, tenant: TenantConfig) -> "Meter":
+        """Count a request in. Errors: ApiError 429 where the tenant, or the ingress, has its
+        fill."""
+        settings = self.config.ingress
+        if self._active.total() >= settings.max_concurrent_requests:
+            raise overloaded(f"{settings.max_concurrent_requests} requests at once: try again")
+        limit = tenant.limits.max_concurrent_requests
+        if self._active[tenant.tenant_id] >= limit:
+            raise overloaded(f"tenant {tenant.tenant_id} has {limit} requests running: try again")
+        self._active[tenant.tenant_id] += 1
+        return Meter(self, tenant)
+
+    def leave(self, tenant: TenantConfig) -> None:
+        """Count a request out."""
+        self._active[tenant.tenant_id] -= 1
+
+    def label(self, tenant: TenantConfig) -> str:
+        return self._label(tenant.tenant_id)
+
+    async def outputs(self, job: Job, meter: "Meter") -> Outputs:
+        """The job's outputs, each with its choice's number. Errors: ApiError for what failed in the
+        engine."""
+        text = self._texts[job.target.model]
+        num_choices = job.requests[0].sampling.n
+        streams = [text.stream(request, job.stop) for request in job.requests]
+        async with aclosing(interleave(streams)) as outputs:
+            async for number, output in outputs:
+                if output.error_code is not None:
+                    raise engine_error(output.error_code, output.error)
+                meter.saw(job, output)
+                yield number * num_choices + output.index, output
+
+    async def first(self, outputs: Outputs) -> tuple[int, TextOutput]:
+        """The first output: an error that comes instead of it can still be an HTTP status."""
+        try:
+            async with asyncio.timeout(self.config.ingress.max_waiting_s):
+                return await anext(outputs)
+        except TimeoutError:
+            raise overloaded("the request waited too long for its first token", 503) from None
+
+    async def whole(self, job: Job, meter: "Meter") -> bytes:
+        """The answer of a job that is not streamed."""
+        async with aclosing(self.outputs(job, meter)) as outputs:
+            job.writer.collect(*await self.first(outputs))
+            async for index, output in outputs:
+                job.writer.collect(index, output)
+        meter.finish(200)
+        return job.writer.whole()
+
+    async def events(
+        self, job: Job, meter: "Meter", outputs: Outputs, first: tuple[int, TextOutput]
+    ) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a job whose first output is here."""
+        try:
+            async with aclosing(outputs):
+                if chunk := job.writer.chunk(*first):
+                    yield chunk
+                async for index, output in outputs:
+                    if chunk := job.writer.chunk(index, output):
+                        yield chunk
+            meter.finish(200)
+            yield job.writer.last_chunks()
+        except ApiError as exc:
+            meter.finish(exc.status)
+            yield error_events(exc)
+        finally:
+            meter.finish(CLIENT_GONE_STATUS)
+
+
+@dataclass
+class _Times:
+    started_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+
+
+class Meter:
+    """What one HTTP request costs: made when it enters, finished exactly once (later calls do
+    nothing)."""
+
+    def __init__(self, frontend: Frontend, tenant: TenantConfig) -> None:
+        self._frontend = frontend
+        self._tenant = tenant
+        self._job: Job | None = None
+        self._times = _Times(time.monotonic())
+        self._open = True
+
+    def began(self, job: Job) -> None:
+        self._job = job
+
+    def _labels(self) -> tuple[str, str]:
+        model = self._job.target.model if self._job else ""
+        return model, self._frontend.label(self._tenant)
+
+    def saw(self, job: Job, output: TextOutput) -> None:
+        """Take note of one output."""
+        brought = job.writer.tally.add(output)
+        if not brought:
+            return
+        now, log, labels = time.monotonic(), self._frontend.log, self._labels()
+        if self._times.first_s is None:
+            self._times.first_s = now
+            log.observe(metrics.TTFT, labels, now - self._times.started_s)
+        else:
+            log.observe(metrics.INTER_TOKEN, labels, (now - self._times.last_s) / brought, brought)
+        self._times.last_s = now
+        log.count(metrics.OUTPUT_TOKENS, labels, brought)
+
+    def finish(self, status: int) -> None:
+        """Count the request out, under its HTTP status."""
+        if not self._open:
+            return
+        self._open = False
+        frontend, labels = self._frontend, self._labels()
+        frontend.leave(self._tenant)
+        log = frontend.log
+        log.count(metrics.REQUESTS, (*labels, str(status)))
+        if status == CLIENT_GONE_STATUS:
+            log.count(metrics.HANGUPS, labels)
+        if self._job is None:
+            return
+        log.observe(metrics.LATENCY, labels, time.monotonic() - self._times.started_s)
+        usage = self._job.writer.tally.usage()
+        log.count(metrics.PROMPT_TOKENS, labels, usage.prompt_tokens)
+        log.count(metrics.CACHED_TOKENS, labels, usage.prompt_tokens_details.cached_tokens)
+        adapter = self._job.target.adapter
+        if adapter is not None:
+            frontend.traffic[adapter.adapter_id] += usage.total_tokens

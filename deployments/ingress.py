@@ -1,0 +1,295 @@
+"""The HTTP face: routes in OpenAI's shapes in front of a `Frontend`, and the Ray deployment that
+ties it to the replicas."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Send
+
+from deployments.admission import Job
+from deployments.api_errors import CLIENT_GONE_STATUS, ApiError
+from deployments.config import ServiceConfig
+from deployments.frontend import Frontend
+from deployments.placement.view import Place, Placement
+from deployments.tenants import TenantConfig
+from model_runner import request as engine_request
+
+SYNC_PERIOD_S = 1.0
+_METRICS_MAX_AGE_S = 1.0
+_log = logging.getLogger("ray.serve")
+_T = TypeVar("_T")
+_Prepare = Callable[[TenantConfig, bytes], Awaitable[Job]]
+
+
+class ClientGone(Exception):
+    """The client closed its socket before the answer."""
+
+
+class ControlPlane(Protocol):
+    """What the face asks of the rest of the service."""
+
+    async def metrics(self) -> bytes:
+        """All series in Prometheus' text form."""
+        ...
+
+    async def missing(self) -> list[str]:
+        """The base models that no replica serves just now."""
+        ...
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose generator is closed the moment the client is gone, not when it is
+    collected."""
+
+    body_iterator: AsyncGenerator[bytes, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
+    """The application: every answer that is an error has OpenAI's shape."""
+    api = FastAPI(
+        title="Multi-tenant MoE LoRA serving", docs_url=None, redoc_url=None, openapi_url=None
+    )
+
+    @api.exception_handler(ApiError)
+    async def on_api_error(_: Request, exc: ApiError) -> Response:
+        return JSONResponse(exc.body(), exc.status, exc.headers())
+
+    @api.exception_handler(HTTPException)
+    async def on_http_error(request: Request, exc: HTTPException) -> Response:
+        words = {404: f"Unknown request URL: {request.method} {request.url.path:.200}"}
+        message = words.get(exc.status_code, str(exc.detail))
+        return JSONResponse(ApiError(exc.status_code, message).body(), exc.status_code, exc.headers)
+
+    @api.exception_handler(Exception)
+    async def on_bug(_: Request, exc: Exception) -> Response:
+        _log.error("a request failed unexpectedly", exc_info=exc)
+        return JSONResponse(ApiError(500, "internal error", kind="server_error").body(), 500)
+
+    @api.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @api.get("/ready")
+    async def ready() -> Response:
+        missing = await control.missing()
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        text = await control.metrics()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @api.get("/v1/models")
+    async def models(request: Request) -> Response:
+        listed = frontend.models(frontend.tenant_of(request.headers))
+        return JSONResponse(listed.model_dump())
+
+    @api.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        card = frontend.model(frontend.tenant_of(request.headers), name)
+        return JSONResponse(card.model_dump())
+
+    @api.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(frontend, request, frontend.chat)
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(frontend, request, frontend.completion)
+
+    return api
+
+
+async def _answer(frontend: Frontend, request: Request, prepare: _Prepare) -> Response:
+    tenant = frontend.tenant_of(request.headers)
+    meter = frontend.meter(tenant)
+    try:
+        body = await _body(request, frontend.config.ingress.max_body_bytes)
+        job = await prepare(tenant, body)
+        meter.began(job)
+        headers = {"x-request-id": job.writer.answer_id}
+        if not job.stream:
+            answer = await _unless_gone(request.receive, frontend.whole(job, meter))
+            return Response(answer, media_type="application/json", headers=headers)
+        outputs = frontend.outputs(job, meter)
+        first = await _unless_gone(request.receive, frontend.first(outputs))
+        events = frontend.events(job, meter, outputs, first)
+        return EventStream(events, media_type="text/event-stream", headers=headers)
+    except ClientGone:
+        meter.finish(CLIENT_GONE_STATUS)
+        return Response(status_code=CLIENT_GONE_STATUS)
+    except asyncio.CancelledError:
+        meter.finish(CLIENT_GONE_STATUS)
+        raise
+    except ApiError as exc:
+        meter.finish(exc.status)
+        raise
+    except Exception:
+        meter.finish(500)
+        raise
+
+
+async def _body(request: Request, limit_bytes: int) -> bytes:
+    """The request's body, at most `limit_bytes` of it in memory. Errors: ApiError 413."""
+    too_large = ApiError(413, f"the body is larger than {limit_bytes} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit_bytes:
+            raise too_large
+    return bytes(body)
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which is cancelled as soon as the client is gone. Errors:
+    ClientGone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class ReplicaBackend:
+    """A `Backend` over Ray Serve: the request router of the handle follows `place`."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._generate = handle.options(method_name="generate", stream=True)
+
+    async def stream(
+        self, request: engine_request.Request, place: Place | None
+    ) -> AsyncGenerator[engine_request.RequestOutput, None]:
+        """A request whose replica dies before its first token is run again, once, on another."""
+        for last_try in (False, True):
+            begun = False
+            messages = self._generate.remote(request, place=place)
+            try:
+                async for message in messages:
+                    begun = True
+                    for output in message:
+                        yield output
+                return
+            except BackPressureError as exc:
+                yield _failed(request, engine_request.ErrorCode.OVERLOADED, exc.message)
+                return
+            except RayError as exc:
+                _log.warning("request %s lost its replica: %s", request.request_id, exc)
+                if begun or last_try:
+                    words = "the replica that served this request is gone"
+                    yield _failed(request, engine_request.ErrorCode.ENGINE_DEAD, words)
+                    return
+            finally:
+                messages.cancel()
+
+    async def abort(self, request_id: str, index: int) -> None:
+        """Said to every replica of the model: the others do not know the request and do nothing."""
+        self._handle.broadcast("abort", request_id, index)
+
+
+def _failed(
+    request: engine_request.Request, code: engine_request.ErrorCode, words: str
+) -> engine_request.RequestOutput:
+    return engine_request.RequestOutput(
+        request.request_id,
+        finish_reason=engine_request.FinishReason.ERROR,
+        error_code=code,
+        error=words,
+    )
+
+
+class RouterLink:
+    """An ingress' line to the router: counts go there, the map comes back. Without it the last map
+    holds."""
+
+    def __init__(self, frontend: Frontend, router: DeploymentHandle) -> None:
+        self._frontend = frontend
+        self._router = router
+        self._rendered = b""
+        self._rendered_at_s = float("-inf")
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Sync for ever."""
+        while True:
+            with suppress(RayError):
+                await self.sync()
+            await asyncio.sleep(SYNC_PERIOD_S)
+
+    async def sync(self) -> None:
+        """Send what was counted, take the map. What could not be sent goes with the next one."""
+        frontend = self._frontend
+        delta, tokens = frontend.log.drain(), dict(frontend.traffic)
+        frontend.traffic.clear()
+        try:
+            version = frontend.placement.version
+            placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
+        except RayError:
+            frontend.log.merge(delta)
+            frontend.traffic.update(tokens)
+            raise
+        if placement is not None:
+            frontend.placement = placement
+
+    async def metrics(self) -> bytes:
+        async with self._turn:
+            if time.monotonic() - self._rendered_at_s > _METRICS_MAX_AGE_S:
+                await self.sync()
+                self._rendered = await self._router.metrics.remote()
+                self._rendered_at_s = time.monotonic()
+        return self._rendered
+
+    async def missing(self) -> list[str]:
+        with suppress(RayError):
+            await self.sync()
+        seats = self._frontend.placement.seats
+        return [model.name for model in self._frontend.config.models if not seats.get(model.name)]
+
+
+@serve.ingress()
+class Ingress:
+    """The deployment: a `Frontend` over the replicas' handles. Serve asks it for its application
+    once it is made."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        salt_key: bytes,
+        router: DeploymentHandle,
+        replicas: dict[str, DeploymentHandle],
+    ) -> None:
+        backends = {name: ReplicaBackend(handle) for name, handle in replicas.items()}
+        self._frontend = Frontend(config, salt_key, backends)
+        self._link = RouterLink(self._frontend, router)
+        self._sync = asyncio.get_event_loop().create_task(self._link.run())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(self._frontend, self._link)

@@ -1,0 +1,186 @@
+"""One engine in one actor: streams its outputs, reports to the router, dies when its engine does.
+No HTTP, no text."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+
+from adapter_store.ref import AdapterRef
+from deployments.adapter_actor import adapter_store_actor
+from deployments.config import AdapterSettings, ModelSettings
+from deployments.metrics import engine_delta
+from deployments.placement.view import Place, ReplicaView
+from deployments.router import SeatOrders
+from deployments.streaming import coalesce
+from model_runner.request import Request, RequestOutput
+from model_runner.stats import EngineStats
+
+if TYPE_CHECKING:
+    from adapter_store.sources.source import S3Options
+
+    pass
+
+REPORT_PERIOD_S = 1.0
+STUCK_S = 60.0
+_log = logging.getLogger("ray.serve")
+
+
+class Replica:
+    """The deployment of one base model.
+
+    min_gap_s  between two messages of one stream;  host_cache_dir  the node's host tier, where the
+    model names none
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        settings: ModelSettings,
+        adapters: AdapterSettings,
+        host_cache_dir: str,
+        min_gap_s: float,
+        router: DeploymentHandle,
+    ) -> None:
+        # The engine, and torch with it, is imported in this process and in no other.
+        from model_runner.engine import Engine
+        from model_runner.engine_loop import EngineLoop
+
+        self._model = settings.name
+        self._config = settings.engine_config(host_cache_dir)
+        self._s3 = _s3_options(adapters)
+        self._min_gap_s = min_gap_s
+        self._router = router
+        self._engine: Engine | None = None
+        self._actor: Any = None
+        self._wanted: dict[AdapterRef, Any] = {}
+        self._reported = EngineStats()
+        self._seat_lost = False
+
+        def make_engine() -> Engine:
+            self._engine = Engine(self._config, self._s3)
+            return self._engine
+
+        self._loop = EngineLoop(make_engine)
+        await asyncio.to_thread(self._loop.start)
+        self._replica_id, self._node_id = _identity()
+        self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
+        self._reports = asyncio.create_task(self._report_for_ever())
+
+    async def generate(
+        self, request: Request, place: Place | None = None
+    ) -> AsyncGenerator[list[RequestOutput], None]:
+        """Run a request. `place` was for the request router. Closing this aborts the request in the
+        engine at once."""
+        stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
+        async with aclosing(coalesce(stream, self._min_gap_s)) as messages:
+            async for message in messages:
+                yield message
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End one sequence of a request, or all; an id that is not here is passed over."""
+        self._loop.abort(request_id, index)
+
+    async def stats(self) -> EngineStats:
+        """The engine's latest snapshot."""
+        return self._loop.stats()
+
+    async def check_health(self) -> None:
+        """Serve replaces this replica if it raises."""
+        if not self._loop.alive:
+            raise RuntimeError("the engine is not running")
+        if self._loop.stats().step_age_s > STUCK_S:
+            raise RuntimeError(f"no step has ended for {STUCK_S} s while work waits")
+        if self._seat_lost:
+            raise RuntimeError(f"seat {self._seat} is held by another replica")
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What request routers need to know once."""
+        return {"seat": self._seat}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What request routers need to know of now: may a request spill over to this replica?"""
+        stats = self._loop.stats()
+        return {
+            "resident": [ref.adapter_id for ref in stats.resident],
+            "free_slots": stats.num_slots - stats.slots_in_use,
+        }
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            with suppress(RayError):
+                await self._report()
+            await asyncio.sleep(REPORT_PERIOD_S)
+
+    async def _report(self) -> None:
+        stats = self._loop.stats()
+        view = ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
+        delta = engine_delta(self._model, self._reported, stats)
+        orders: SeatOrders = await self._router.report.remote(view, delta)
+        self._reported = stats
+        self._seat_lost = not orders.seated
+        await self._prefetch(orders.homes)
+
+    async def _prefetch(self, homes: tuple[AdapterRef, ...]) -> None:
+        """Have the node's actor fetch what lives on this seat, each once."""
+        news = [ref for ref in homes if ref not in self._wanted]
+        if not news:
+            return
+        if self._actor is None:
+            self._actor = await self._registered_actor()
+        for ref in news:
+            self._wanted[ref] = self._actor.prefetch.remote(self._model, ref)
+
+    async def _registered_actor(self) -> Any:
+        assert self._engine is not None
+        actor = adapter_store_actor(self._config.host_cache_dir.replace("/", "_"), self._node_id)
+        await actor.register.remote(
+            self._model,
+            self._engine.targets,
+            self._engine.dtype,
+            self._config.max_lora_rank,
+            self._config.host_cache_dir,
+            self._config.host_cache_bytes,
+            self._s3,
+        )
+        return actor
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica is stopped in order: its streams have ended by
+        then."""
+        if not hasattr(self, "_seat"):
+            return
+        self._reports.cancel()
+        with suppress(RayError):
+            await asyncio.wait_for(
+                _done(self._router.release.remote(self._seat, self._replica_id)), 1
+            )
+        await asyncio.to_thread(self._loop.stop)
+
+
+def _s3_options(adapters: AdapterSettings) -> "S3Options":
+    from adapter_store.sources.source import S3Options
+
+    endpoint_url, region, access_key, secret_key = adapters.s3.options()
+    return S3Options(endpoint_url, region, access_key, secret_key)
+
+
+async def _done(response: Any) -> None:
+    await response
+
+
+def _identity() -> tuple[str, str]:
+    """Names of this replica and its node; made up where Serve runs in a plain process for a
+    test."""
+    try:
+        replica_id = serve.get_replica_context().replica_id.unique_id
+    except Exception:  # Serve has its own error for this, which is no part of its API
+        replica_id = uuid4().hex
+    node_id = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+    return replica_id, node_id

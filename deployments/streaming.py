@@ -1,0 +1,402 @@
+"""From an engine's outputs to the chunks and answers of OpenAI's API. No HTTP machinery, and no
+tokenizing of prompts."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deployments.api_errors import ApiError
+from deployments.openai_schema import (
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from model_runner.request import RequestOutput, TokenLogprobs
+from model_runner.text import TextOutput
+from model_runner.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def coalesce(
+    outputs: AsyncGenerator[RequestOutput, None], gap_s: float
+) -> AsyncGenerator[list[RequestOutput], None]:
+    """Outputs in messages: the first at once, later ones at least `gap_s` apart, the last without
+    waiting.
+
+    In a message each sequence has one output, its tokens joined. Closing this closes `outputs` at
+    once.
+    """
+    pending: list[RequestOutput] = []
+    news = asyncio.Event()
+    ended = asyncio.Event()
+
+    async def pump() -> None:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    pending.append(output)
+                    news.set()
+        finally:
+            ended.set()
+            news.set()
+
+    task = asyncio.create_task(pump())
+    try:
+        while True:
+            await news.wait()
+            news.clear()
+            if pending:
+                message, pending[:] = join_outputs(pending), []
+                yield message
+                if gap_s and not ended.is_set():
+                    await _wait_at_most(ended, gap_s)
+            elif ended.is_set():
+                await task  # raises what the stream raised
+                return
+            if pending or ended.is_set():
+                news.set()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+def join_outputs(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """One output for each sequence, in order of its first: tokens and logprobs joined, the rest of
+    its last."""
+    joined: dict[int, RequestOutput] = {}
+    for output in outputs:
+        before = joined.get(output.index)
+        if before is not None:
+            output = replace(
+                output,
+                new_token_ids=before.new_token_ids + output.new_token_ids,
+                logprobs=before.logprobs + output.logprobs,
+            )
+        joined[output.index] = output
+    return list(joined.values())
+
+
+@dataclass
+class Tally:
+    """What one HTTP request has used so far, over all its prompts and choices."""
+
+    prompt_tokens: dict[str, int] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def add(self, output: TextOutput) -> int:
+        """Take in one output; how many tokens it brought."""
+        key = output.request_id, output.index
+        before = self.output_tokens.get(key, 0)
+        self.output_tokens[key] = max(before, output.num_output_tokens)
+        # Error outputs made on this side of the wire know no counts.
+        known = self.prompt_tokens.get(output.request_id, 0)
+        self.prompt_tokens[output.request_id] = max(known, output.num_prompt_tokens)
+        cached = self.cached_tokens.get(output.request_id, 0)
+        self.cached_tokens[output.request_id] = max(cached, output.num_cached_tokens)
+        return self.output_tokens[key] - before
+
+    def usage(self) -> Usage:
+        prompt, output = sum(self.prompt_tokens.values()), sum(self.output_tokens.values())
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(self.cached_tokens.values())),
+        )
+
+
+@dataclass
+class _Choice:
+    """One choice of a whole answer as it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+
+    def add(self, output: TextOutput) -> None:
+        self.text.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.finish_reason = output.finish_reason and output.finish_reason.value
+        self.stop_reason = output.stop_reason
+
+
+class Writer:
+    """Spells the outputs of one HTTP request. `index` is the choice's number, over all prompts."""
+
+    prefix = ""
+
+    def __init__(
+        self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
+    ) -> None:
+        self.answer_id = f"{self.prefix}-{answer_id}"
+        self.created = int(time.time())
+        self.model = model
+        self.tally = Tally()
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+        self._choices: dict[int, _Choice] = {}
+
+    def collect(self, index: int, output: TextOutput) -> None:
+        """Keep an output for `whole`."""
+        self._choices.setdefault(index, _Choice()).add(output)
+
+    def whole(self) -> bytes:
+        """The answer of a request that is not streamed, as JSON."""
+        raise NotImplementedError
+
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        """One output as an event; b"" if it says nothing."""
+        raise NotImplementedError
+
+    def last_chunks(self) -> bytes:
+        """What ends a stream: the usage, where asked for, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        return self._event([], self.tally.usage().model_dump()) + DONE
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": self.answer_id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if self._include_usage:
+            chunk["usage"] = usage
+        return sse(chunk)
+
+    object = ""
+
+    def _spell(self, token_id: int, logprob: float) -> TopLogprob:
+        raw = self._tokenizer.token_bytes(token_id)
+        text = raw.decode("utf-8", "replace")
+        return TopLogprob(token=text, logprob=_finite(logprob), bytes=list(raw))
+
+
+class ChatWriter(Writer):
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    object = "chat.completion.chunk"
+
+    def __init__(
+        self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
+    ) -> None:
+        super().__init__(answer_id, model, tokenizer, logprobs, include_usage)
+        self._begun: set[int] = set()
+
+    def whole(self) -> bytes:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=ChatMessage(content="".join(choice.text)),
+                logprobs=self._lines(choice.token_ids, choice.logprobs),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for index, choice in sorted(self._choices.items())
+        ]
+        answer = ChatAnswer(
+            id=self.answer_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.tally.usage(),
+        )
+        return answer.model_dump_json().encode()
+
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        delta: dict[str, str] = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", "content": ""}
+        if output.text:
+            delta["content"] = output.text
+        lines = self._lines(output.token_ids, output.logprobs)
+        if not delta and not output.finish_reason and not (lines and lines.content):
+            return b""
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": lines and lines.model_dump(),
+            "finish_reason": output.finish_reason and output.finish_reason.value,
+        }
+        if output.stop_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        return self._event([choice])
+
+    def _lines(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> ChatLogprobs | None:
+        if not self._logprobs:
+            return None
+        content = []
+        for token_id, entry in zip(token_ids, logprobs, strict=False):
+            chosen = self._spell(token_id, entry.chosen)
+            top = [self._spell(other, value) for other, value in entry.top]
+            content.append(
+                TokenLogprob(
+                    token=chosen.token,
+                    logprob=chosen.logprob,
+                    bytes=chosen.bytes,
+                    top_logprobs=top,
+                )
+            )
+        return ChatLogprobs(content=content)
+
+
+class CompletionWriter(Writer):
+    """/v1/completions."""
+
+    prefix = "cmpl"
+    object = "text_completion"
+
+    def __init__(
+        self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
+    ) -> None:
+        super().__init__(answer_id, model, tokenizer, logprobs, include_usage)
+        self._offsets: dict[int, int] = {}
+
+    def whole(self) -> bytes:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text="".join(choice.text),
+                logprobs=self._lines(index, choice.token_ids, choice.logprobs),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for index, choice in sorted(self._choices.items())
+        ]
+        answer = CompletionAnswer(
+            id=self.answer_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.tally.usage(),
+        )
+        return answer.model_dump_json().encode()
+
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        lines = self._lines(index, output.token_ids, output.logprobs)
+        if not output.text and not output.finish_reason and not (lines and lines.tokens):
+            return b""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": output.text,
+            "logprobs": lines and lines.model_dump(),
+            "finish_reason": output.finish_reason and output.finish_reason.value,
+        }
+        if output.stop_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        return self._event([choice])
+
+    def _lines(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> CompletionLogprobs | None:
+        if not self._logprobs:
+            return None
+        lines = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        offset = self._offsets.get(index, 0)
+        for token_id, entry in zip(token_ids, logprobs, strict=False):
+            chosen = self._spell(token_id, entry.chosen)
+            lines.tokens.append(chosen.token)
+            lines.token_logprobs.append(chosen.logprob)
+            top = [self._spell(other, value) for other, value in entry.top]
+            lines.top_logprobs.append({line.token: line.logprob for line in reversed(top)})
+            lines.text_offset.append(offset)
+            offset += len(chosen.token)
+        self._offsets[index] = offset
+        return lines
+
+
+def sse(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return (
+        b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )
+
+
+def error_events(error: ApiError) -> bytes:
+    """How a stream that has begun says that it failed."""
+    return sse(dict(error.body())) + DONE
+
+
+async def interleave(
+    streams: Sequence[AsyncGenerator[TextOutput, None]],
+) -> AsyncGenerator[tuple[int, TextOutput], None]:
+    """Outputs of several streams as they come, each with its stream's number. Closing this closes
+    all of them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, TextOutput | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[TextOutput, None]) -> None:
+        end: BaseException | None = None
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    queue.put_nowait((number, output))
+        except Exception as exc:
+            end = exc
+        finally:
+            queue.put_nowait((number, end))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def flatten(
+    messages: AsyncIterator[list[RequestOutput]],
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of messages, one by one."""
+    async for message in messages:
+        for output in message:
+            yield output
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: OpenAI writes -9999 for what cannot happen."""
+    return max(logprob, -9999.0) if logprob == logprob else -9999.0

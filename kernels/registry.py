@@ -1,0 +1,27 @@
+"""`OPS`: every kernel by name, one line a kernel file. Tests and benchmarks run over it.
+
+Not for serving: layers import the file of the kernel that they call.
+"""
+
+from kernels import (
+    fused_moe,
+    gated_act,
+    kv_write,
+    mla_attention,
+    moe_gate,
+    norm,
+    paged_attention,
+    rope,
+)
+from kernels.op import Op
+
+OPS: dict[str, Op] = {
+    **{op.name: op for op in fused_moe.OPS},
+    **{op.name: op for op in gated_act.OPS},
+    **{op.name: op for op in kv_write.OPS},
+    **{op.name: op for op in mla_attention.OPS},
+    **{op.name: op for op in moe_gate.OPS},
+    **{op.name: op for op in norm.OPS},
+    **{op.name: op for op in paged_attention.OPS},
+    **{op.name: op for op in rope.OPS},
+}

@@ -1,0 +1,52 @@
+"""What the commands of `python -m model_runner` share: the options that describe an engine. Not here: any one command."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adapter_store.ref import AdapterRef
+from model_runner.config import EngineConfig
+
+
+def add_engine_options(parser: argparse.ArgumentParser, model_required: bool) -> None:
+    """--model, --load-format, --adapters, --config, --device, --dtype, --kernels."""
+    parser.add_argument("--model", required=model_required, default="", help="folder in Hugging Face format")
+    parser.add_argument("--load-format", default="", help="safetensors (default) or random:SEED")
+    parser.add_argument("--adapters", default="", help="NAME=FOLDER,... the names that requests may use")
+    parser.add_argument("--config", default="", help="YAML or JSON file with fields of EngineConfig")
+    parser.add_argument("--device", default="", help="cpu, cuda, cuda:1; default: a GPU if there is one")
+    parser.add_argument("--dtype", default="", help="bfloat16 or float32")
+    parser.add_argument(
+        "--kernels", choices=("fast", "reference"), default="fast", help="reference: torch in place of Triton"
+    )
+
+
+def read_config(args: argparse.Namespace, model: str, **defaults: Any) -> EngineConfig:
+    """The engine's settings: the file's, then the command line's over them. Errors: ValueError naming an unknown field."""
+    fields: dict[str, Any] = dict(defaults)
+    if args.config:
+        loaded = yaml.safe_load(Path(args.config).read_text()) or {}
+        known = {f.name for f in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(loaded) - known)
+        if unknown:
+            raise ValueError(f"{args.config}: unknown fields {unknown}; known are {sorted(known)}")
+        fields.update(loaded)
+    for name in ("load_format", "device", "dtype"):
+        if getattr(args, name):
+            fields[name] = getattr(args, name)
+    fields["model"] = model
+    return EngineConfig(**fields)
+
+
+def read_adapters(text: str) -> dict[str, AdapterRef]:
+    """NAME=FOLDER,... -> name -> ref. Errors: ValueError for a part without '=' or a name given twice."""
+    refs: dict[str, AdapterRef] = {}
+    for part in filter(None, text.split(",")):
+        name, eq, uri = part.partition("=")
+        if not eq or not name or not uri or name in refs:
+            raise ValueError(f"--adapters wants NAME=FOLDER,... with distinct names, not {part!r}")
+        refs[name] = AdapterRef(name, uri)
+    return refs

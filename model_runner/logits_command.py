@@ -1,0 +1,122 @@
+"""`logits`: what the model says of given token ids, through the engine's own paged path.
+
+A job is one JSON line: {"id", "model" (folder; default --model), "adapter" (a folder, a name of --adapters, or null), "input_ids", "score_from" (optional)}.
+OUT/<id>.safetensors holds `logits` float32 (tokens, vocabulary). With score_from = n, OUT/<id>.score.json holds instead "chosen" (the logit of
+input_ids[i + 1] at position i, for i = n .. len - 2) and "best" (the largest logit there), and no vocabulary-wide array is kept.
+OUT/<id>.error.txt says why a job was refused.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from adapter_store.ref import AdapterRef
+from kernels.op import use_reference_kernels
+from model_runner.command_line import add_engine_options, read_adapters, read_config
+from model_runner.engine import Engine
+
+
+@dataclass
+class Job:
+    """One line of the jobs file, and what came out so far."""
+
+    name: str
+    model: str
+    adapter: AdapterRef | None
+    input_ids: tuple[int, ...]
+    score_from: int | None
+    parts: list[Tensor] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+
+    def take(self, first: int, logits: Tensor) -> None:
+        """Keep what is wanted of the logits [n, V] of positions first, first + 1, ..."""
+        if self.score_from is None:
+            self.parts.append(logits.float().cpu())
+            return
+        start, end = max(first, self.score_from), min(first + len(logits), len(self.input_ids) - 1)
+        if start < end:
+            rows = logits[start - first : end - first].float()  # [n, V]
+            following = torch.tensor(self.input_ids[start + 1 : end + 1], device=rows.device)
+            self.chosen += rows.gather(1, following[:, None])[:, 0].tolist()
+            self.best += rows.amax(-1).tolist()
+
+    def write(self, out: Path) -> None:
+        """One result file."""
+        if self.score_from is None:
+            save_file({"logits": torch.cat(self.parts).contiguous()}, str(out / f"{self.name}.safetensors"))
+        else:
+            text = json.dumps({"chosen": self.chosen, "best": self.best})
+            (out / f"{self.name}.score.json").write_text(text)
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = commands.add_parser("logits", help="logits or scores of given ids, through the paged path")
+    add_engine_options(parser, model_required=False)
+    parser.add_argument("--jobs", required=True, help="one JSON job a line")
+    parser.add_argument("--out", required=True, help="folder for the results")
+    parser.add_argument("--batch", type=int, default=16, help="jobs that run side by side (default 16)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all jobs, model by model. A refused job is no failure of the command: its reason is in its error file."""
+    use_reference_kernels(args.kernels == "reference")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    jobs = list(_read_jobs(args, out))
+    for model in dict.fromkeys(job.model for job in jobs):
+        mine = [job for job in jobs if job.model == model]
+        loras = max(1, min(args.batch, len({job.adapter for job in mine if job.adapter})))
+        try:
+            config = read_config(
+                args, model, max_loras=loras, max_num_seqs=args.batch, prefix_cache=False, cuda_graphs=False, max_lora_rank=256
+            )
+            engine = Engine(config)
+        except (ValueError, OSError) as error:
+            for job in mine:
+                _refuse(out, job.name, f"{type(error).__name__}: {error}")
+            continue
+        try:
+            engine.score([(job.input_ids, job.adapter, job.take) for job in mine], lambda i, why, mine=mine: _end(out, mine[i], why))
+        finally:
+            engine.close()
+    return 0
+
+
+def _end(out: Path, job: Job, why: str) -> None:
+    if why:
+        _refuse(out, job.name, why)
+    else:
+        job.write(out)
+    job.parts.clear()
+
+
+def _refuse(out: Path, name: str, why: str) -> None:
+    (out / f"{name}.error.txt").write_text(why + "\n")
+
+
+def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:
+    refs = read_adapters(args.adapters)
+    for number, line in enumerate(Path(args.jobs).read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        raw = json.loads(line)
+        name = str(raw["id"])
+        if "/" in name or name in (".", ".."):
+            raise ValueError(f"{args.jobs}:{number}: id {name!r} is no file name")
+        adapter = raw.get("adapter")
+        ref = refs.get(adapter) or AdapterRef(str(adapter), str(adapter)) if adapter is not None else None
+        model = raw.get("model") or args.model
+        if not model:
+            _refuse(out, name, "the job names no model and --model was not given")
+            continue
+        yield Job(name, model, ref, tuple(raw["input_ids"]), raw.get("score_from"))

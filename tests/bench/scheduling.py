@@ -1,0 +1,108 @@
+"""Host time of scheduling, per decode step: 32 sequences, 8 adapters, 2 finishing and 2 entering per step.
+
+`python -m tests.bench.scheduling` prints microseconds of `schedule` and `commit`; no tensor and no device is involved.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+
+from adapter_store.ref import AdapterRef
+from model_runner.request import Request, SamplingParams
+from model_runner.scheduling.page_pool import KvGroup, PagePool
+from model_runner.scheduling.scheduler import Scheduler
+from model_runner.scheduling.sequence import Sequence
+
+NUM_SEQS = 32
+NUM_ADAPTERS = 8
+FINISHING = 2  # per step: with 32 running, a sequence lives for 16 steps
+PROMPT_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Lease:
+    index: int
+
+
+class ResidentGate:
+    """All adapters are in their slots."""
+
+    def acquire(self, ref: AdapterRef) -> Lease:
+        return Lease(int(ref.adapter_id))
+
+    def release(self, lease: Lease) -> None:
+        pass
+
+    def error_of(self, ref: AdapterRef) -> None:
+        return None
+
+
+def measure(num_steps: int, look_ahead: bool, windows: tuple[int, ...]) -> dict[str, list[float]]:
+    """Microseconds by step of `schedule` and of `commit`, warm-up left out."""
+    groups = tuple(KvGroup(f"window{w}", w) for w in windows)
+    pool = PagePool(8192, 16, groups)
+    scheduler = Scheduler(NUM_SEQS, 2048, 4096, pool, ResidentGate(), (1,))
+    refs = [AdapterRef(str(i), f"file:///{i}") for i in range(NUM_ADAPTERS)]
+    times: dict[str, list[float]] = {"schedule": [], "commit": []}
+    num_added, pending = 0, None
+    life = NUM_SEQS // FINISHING
+
+    def add(max_tokens: int) -> None:
+        nonlocal num_added
+        prompt = tuple((num_added * 7919 + i) % 50000 + 10 for i in range(PROMPT_TOKENS))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        request = Request(
+            f"r{num_added}",
+            prompt,
+            sampling,
+            refs[num_added % NUM_ADAPTERS],
+            f"tenant{num_added % NUM_ADAPTERS}",
+        )
+        scheduler.add(Sequence(num_added, request))
+        num_added += 1
+
+    for i in range(NUM_SEQS):
+        add(1 + i // FINISHING)
+    gc.collect()
+    gc.disable()
+    for step in range(num_steps + 2 * life):
+        add(life)
+        add(life)
+        begin = time.perf_counter()
+        batch = scheduler.schedule()
+        middle = time.perf_counter()
+        assert batch is not None
+        due, pending = (pending, batch) if look_ahead else (batch, None)
+        tokens = [5] * (len(due.samples) - due.samples.count(None)) if due else []
+        start = time.perf_counter()
+        if due is not None:
+            scheduler.commit(due, tokens)
+        end = time.perf_counter()
+        if step >= 2 * life:
+            assert len(batch.seq_ids) >= NUM_SEQS - FINISHING, len(batch.seq_ids)
+            times["schedule"].append((middle - begin) * 1e6)
+            times["commit"].append((end - start) * 1e6)
+    gc.enable()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    steps = parser.parse_args().steps
+    print("windows,look_ahead,what,mean_us,p20_us,p50_us,p80_us")
+    for windows in ((0,), (0, 128)):
+        for look_ahead in (False, True):
+            times = measure(steps, look_ahead, windows)
+            times["both"] = [sum(pair) for pair in zip(*times.values(), strict=True)]
+            for what, values in times.items():
+                cuts = statistics.quantiles(values, n=10)
+                row = (statistics.fmean(values), cuts[1], cuts[4], cuts[7])
+                label = "+".join(map(str, windows))
+                print(f"{label},{look_ahead},{what}," + ",".join(f"{v:.1f}" for v in row))
+
+
+if __name__ == "__main__":
+    main()
