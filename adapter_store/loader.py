@@ -6,7 +6,8 @@ Not here: who waits for it and where it goes on the device (store).
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +37,12 @@ LoadAdapter = Callable[..., AdapterWeights]
 class HostAdapter:
     """An adapter that lies in the host tier (and may leave it again at any time).
 
-    fetched  whether this load read it from its source
+    revision  the source's own name for the content
     """
 
     digest: str
+    revision: str
     layout: PackedLayout
-    fetched: bool
 
 
 class AdapterLoader:
@@ -69,75 +70,79 @@ class AdapterLoader:
         self._refused: OrderedDict[tuple[str, str], AdapterInvalid] = OrderedDict()
         self._lock = threading.Lock()
 
-    def load(self, ref: AdapterRef) -> HostAdapter:
-        """Bring a ref into the host tier and say which content it is.
+    def find(self, ref: AdapterRef) -> HostAdapter | str:
+        """The adapter if the host tier has it; else the revision that the source holds now. Reads no weights.
 
-        A revision in the ref must be that content's digest or the source's own name for it. A digest that this uri is
-        known to have held is taken from the cache without asking the source.
+        A digest that this uri is known to have held is taken from the cache without asking the source.
         Errors:  an AdapterError, whatever went wrong.
         """
-        try:
+        with _only_adapter_errors(ref):
             if is_digest(ref.revision) and self._cache.has_seen(ref.uri, ref.revision):
                 packed = self.open(ref.revision)
                 if packed is not None:
-                    return self._describe(ref, packed, fetched=False)
-            return self._load_present(ref)
-        except AdapterError:
-            raise
-        except Exception as e:  # a fault of one load must not become everyone's
-            raise AdapterUnavailable(f"loading {ref} failed: {type(e).__name__}: {e}") from e
+                    return self._describe(ref, packed, ref.revision)
+            revision = self._source(ref).revision(ref)
+            digest = self._cache.lookup(ref.uri, revision)
+            if not is_digest(ref.revision) or digest is not None:
+                check_revision(ref, revision, digest or "")
+            packed = self.open(digest) if digest is not None else None
+            return revision if packed is None else self._describe(ref, packed, revision)
+
+    def fetch(self, ref: AdapterRef, revision: str) -> HostAdapter:
+        """Bring what the uri holds now into the host tier. The ref's own revision is not looked at (`check_revision`).
+
+        revision  as `find` gave it; if the source has moved on since, so does this
+        Errors:  an AdapterError, whatever went wrong.
+        """
+        with _only_adapter_errors(ref):
+            for _ in range(3):
+                with self._lock:
+                    refused = self._refused.get((ref.uri, revision))
+                if refused is not None:  # the same bytes would be refused again
+                    raise AdapterInvalid(refused.reason, str(refused).partition(": ")[2])
+                # One fetch at a time over all processes; the others find it done.
+                with self._cache.lock(f"fetch-{_short_hash(f'{ref.uri} {revision}')}"):
+                    digest = self._cache.lookup(ref.uri, revision)
+                    packed = self.open(digest) if digest is not None else None
+                    if packed is None:
+                        packed = self._fetch_once(ref, revision)
+                if packed is not None:
+                    return self._describe(ref, packed, revision)
+                revision = self._source(ref).revision(ref)
+            raise AdapterUnavailable(f"{ref.uri} changes faster than it can be read")
+
+    def load(self, ref: AdapterRef) -> HostAdapter:
+        """Have the adapter in the host tier: `find`, else `fetch`. For a thread that may wait."""
+        found = self.find(ref)
+        if isinstance(found, str):
+            found = self.fetch(ref, found)
+            check_revision(ref, found.revision, found.digest)
+        return found
 
     def open(self, digest: str) -> PackedAdapter | None:
         """The packed adapter, if the host tier has it."""
         return self._cache.open(digest, self._targets, self._dtype)
 
-    def _load_present(self, ref: AdapterRef) -> HostAdapter:
-        """What the uri holds now."""
+    def _fetch_once(self, ref: AdapterRef, revision: str) -> PackedAdapter | None:
+        """Read, convert and keep; None if the uri got other content meanwhile."""
         source = self._source(ref)
-        for _ in range(3):
-            revision = source.revision(ref)
-            refused = self._refused.get((ref.uri, revision))
-            if refused is not None:  # the same bytes would be refused again
-                raise AdapterInvalid(refused.reason, str(refused).partition(": ")[2])
-            # One fetch at a time of one (uri, revision); the others find it done.
-            with self._cache.lock(f"fetch-{_short_hash(f'{ref.uri} {revision}')}"):
-                digest = self._cache.lookup(ref.uri, revision)
-                if digest is not None:
-                    _check_revision(ref, revision, digest)
-                    packed = self.open(digest)
-                    if packed is not None:
-                        return self._describe(ref, packed, fetched=False)
-                digest = self._fetch(ref, source, revision)
-            if digest is not None:
-                packed = self.open(digest)
-                if packed is not None:
-                    return self._describe(ref, packed, fetched=True)
-        raise AdapterUnavailable(
-            f"{ref.uri} changes, or leaves the host tier, faster than it loads"
-        )
-
-    def _fetch(self, ref: AdapterRef, source: Source, revision: str) -> str | None:
-        """Read, convert and keep; the digest, or None if the uri got other content meanwhile."""
         with self._cache.scratch() as folder:
             source.fetch(ref, folder)
             if source.revision(ref) != revision:
                 return None
             digest = content_digest(folder)
-            _check_revision(ref, revision, digest)
             with self._cache.lock(f"pack-{digest}"):
                 packed = self.open(digest)
-                if packed is not None:
-                    packed.close()
-                else:
+                if packed is None:
                     try:
-                        self._pack(folder, digest)
+                        packed = self._pack(folder, digest)
                     except AdapterInvalid as e:
                         self._refuse(ref.uri, revision, e)
                         raise
         self._cache.remember(ref.uri, revision, digest)
-        return digest
+        return packed
 
-    def _pack(self, folder: Path, digest: str) -> None:
+    def _pack(self, folder: Path, digest: str) -> PackedAdapter | None:
         weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
         size = packed_bytes(weights, self._targets, self._dtype, digest)
 
@@ -145,6 +150,7 @@ class AdapterLoader:
             write_packed(path, weights, self._targets, self._dtype, digest)
 
         self._cache.write(digest, self._targets, self._dtype, size, fill)
+        return self.open(digest)
 
     def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
         with self._lock:
@@ -152,13 +158,13 @@ class AdapterLoader:
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
 
-    def _describe(self, ref: AdapterRef, packed: PackedAdapter, fetched: bool) -> HostAdapter:
+    def _describe(self, ref: AdapterRef, packed: PackedAdapter, revision: str) -> HostAdapter:
         with packed:
             # Another engine with a higher limit may have packed it.
             rank = packed.layout.max_rank
             if rank > padded_rank(self._max_rank):
                 raise AdapterInvalid("rank_limit", f"{ref} has rank {rank} > {self._max_rank}")
-            return HostAdapter(packed.digest, packed.layout, fetched)
+            return HostAdapter(packed.digest, revision, packed.layout)
 
     def _source(self, ref: AdapterRef) -> Source:
         scheme = scheme_of(ref.uri)
@@ -173,9 +179,20 @@ def is_digest(text: str) -> bool:
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 
-def _check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
+def check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
+    """AdapterNotFound if the ref asks for another content than the one of these names."""
     if ref.revision not in ("", revision, digest):
-        raise AdapterNotFound(f"{ref.uri} no longer holds revision {ref.revision}")
+        raise AdapterNotFound(f"{ref.uri} does not hold revision {ref.revision}")
+
+
+@contextmanager
+def _only_adapter_errors(ref: AdapterRef) -> Iterator[None]:
+    try:
+        yield
+    except AdapterError:
+        raise
+    except Exception as e:  # a fault of one load must not become everyone's
+        raise AdapterUnavailable(f"loading {ref} failed: {type(e).__name__}: {e}") from e
 
 
 def _short_hash(text: str) -> str:

@@ -132,11 +132,11 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` decided: fill this slot; the evicted ones are EMPTY already. `evicted` may hold `index` itself."""
+    """What `place` decided: fill this slot. evicted: (slot, digest) of those that had to go, maybe from this very slot."""
 
     index: int
     spans: tuple[Span, ...]
-    evicted: tuple[int, ...]
+    evicted: tuple[tuple[int, str], ...]
 
 
 class SlotTable:
@@ -239,13 +239,14 @@ class SlotTable:
         if index is None:
             index = evicted[-1]
         self._bytes = book
+        gone = tuple((victim, self._slots[victim].digest) for victim in evicted)
         for victim in evicted:
             self._empty(victim)
         slot = self._slots[index]
         slot.state, slot.digest, slot.spans = SlotState.LOADING, digest, spans
         slot.generation += 1
         self._by_digest[digest] = index
-        return Placement(index, spans, tuple(evicted))
+        return Placement(index, spans, gone)
 
     def set_ready(self, index: int) -> None:
         """All bytes of a LOADING slot have arrived."""

@@ -1,11 +1,10 @@
-"""The AdapterStore actor of a node: brings adapters from their source into the node's host tier
-ahead of the engines.
+"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks.
 
-It is the loader that every engine has, over the same folder: whoever comes first fetches, the
-others find the file. So
-nothing is lost with it but a head start. No slot and no device here.
+It is the engines' own store without a device, over the same folder: whoever comes first fetches,
+the others find the file. So nothing is lost with it but a head start. No slots here.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,20 +14,23 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from adapter_store.errors import AdapterError
 from adapter_store.ref import AdapterRef
 
-_THREADS = 4
+PATIENCE_S = 600.0
+_POLL_S = 0.02
 _log = logging.getLogger("ray.serve")
 
 
 class AdapterStoreActor:
-    """One a node, with a loader for each base model whose replicas live there."""
+    """One a node, with a store for each base model whose replicas live there.
+
+    An asyncio actor: one thread owns the stores, and their own threads do the work.
+    """
 
     def __init__(self) -> None:
-        self._loaders: dict[str, Any] = {}
+        self._stores: dict[str, Any] = {}
 
-    def register(
+    async def register(
         self,
         model: str,
         targets: Sequence[Any],
@@ -38,32 +40,55 @@ class AdapterStoreActor:
         max_bytes: int,
         s3: Any,
     ) -> None:
-        """A replica of `model` says what its adapters must fit: LoraTargets, torch dtype,
-        S3Options. Again does nothing."""
-        if model in self._loaders:
+        """A replica of `model` says what its adapters must fit. Saying it again does nothing.
+
+        targets  LoraTargets;  dtype  of torch;  folder, max_bytes  the host tier;  s3  S3Options
+        """
+        if model in self._stores:
             return
-        # Torch is imported here and not above: whoever only calls the actor does without.
-        from adapter_store.formats.registry import load_adapter
+        # Imported here and not above: torch comes with them, and who calls the actor needs none.
         from adapter_store.host_cache import HostCache
-        from adapter_store.loader import AdapterLoader
+        from adapter_store.store import AdapterStore
 
-        cache = HostCache(Path(folder), max_bytes)
-        self._loaders[model] = AdapterLoader(targets, dtype, cache, max_rank, s3, load_adapter)
+        self._stores[model] = AdapterStore(
+            targets,
+            None,
+            HostCache(Path(folder), max_bytes),
+            max_rank=max_rank,
+            dtype=dtype,
+            s3=s3,
+        )
 
-    def prefetch(self, model: str, ref: AdapterRef) -> str:
-        """Have the adapter in the host tier; its content's digest, "" if it cannot be had (a
-        request will say why)."""
-        try:
-            digest: str = self._loaders[model].load(ref).digest
-            return digest
-        except AdapterError as exc:
-            _log.warning("adapter %s is not in the host tier: %s", ref, exc)
-            return ""
+    async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:
+        """Have adapters in the host tier; the digests of those that are there now.
+
+        What cannot be had is told to the log only: a request for it will say so to its client.
+        """
+        store = self._stores[model]
+        for ref in refs:
+            store.prefetch(ref)
+        missing, digests = set(refs), {}
+        async with asyncio.timeout(PATIENCE_S):
+            while missing:
+                await asyncio.sleep(_POLL_S)
+                store.poll()
+                for ref in list(missing):
+                    if (error := store.error_of(ref)) is not None:
+                        _log.warning("%s is not in the host tier: %s", ref, error)
+                        missing.discard(ref)
+                    elif (digest := store.digest_of(ref)) is not None:
+                        digests[ref] = digest
+                        missing.discard(ref)
+        for ref in digests:
+            store.forget(ref)
+        return digests
 
 
 def adapter_store_actor(name: str, node_id: str) -> ActorHandle:
-    """The actor of this node, made if there is none. It ends with the replica that made it; the
-    next one is made anew."""
+    """The actor of this node, made if there is none.
+
+    It ends with the replica that made it; the next to need one makes another.
+    """
     return (
         ray.remote(AdapterStoreActor)
         .options(
@@ -71,7 +96,7 @@ def adapter_store_actor(name: str, node_id: str) -> ActorHandle:
             namespace="adapter-store",
             get_if_exists=True,
             num_cpus=0,
-            max_concurrency=_THREADS,
+            max_concurrency=100,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote()

@@ -63,8 +63,10 @@ async def completion_job(
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
     sampling = _sampling(wire, max_tokens, wire.logprobs)
     prompts: list[Any] = [wire.prompt]
-    if isinstance(wire.prompt, list) and not isinstance(wire.prompt[0], int):
+    if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
         prompts = list(wire.prompt)
+    if not prompts:
+        raise ApiError(400, "prompt must not be an empty list", param="prompt")
     if len(prompts) > max_prompts:
         raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
     token_lists = [

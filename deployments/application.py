@@ -23,6 +23,7 @@ from deployments.request_router import PlacementRequestRouter
 from deployments.router import Router
 
 ROUTING_STATS_PERIOD_S = 1.0
+_QUIET = {"enable_access_log": False}
 
 
 class AppArgs(BaseModel):
@@ -55,6 +56,7 @@ def build(config: ServiceConfig) -> Application:
         max_ongoing_requests=settings.max_concurrent_requests + 64,
         max_queued_requests=settings.max_concurrent_requests,
         graceful_shutdown_wait_loop_s=0.2,
+        logging_config=_QUIET,
         graceful_shutdown_timeout_s=max(m.graceful_shutdown_timeout_s for m in config.models),
     )
     return ingress.bind(config, _salt_key(config), router, replicas)
@@ -75,6 +77,7 @@ def _router(config: ServiceConfig) -> Application:
         max_ongoing_requests=1000,
         max_queued_requests=1000,
         graceful_shutdown_wait_loop_s=0.2,
+        logging_config=_QUIET,
         graceful_shutdown_timeout_s=2,
     )
     return router.bind(config)
@@ -89,6 +92,7 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
         max_queued_requests=model.max_queued_requests,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.2,
+        logging_config=_QUIET,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         request_router_config=RequestRouterConfig(
             request_router_class=PlacementRequestRouter,

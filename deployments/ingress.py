@@ -58,6 +58,9 @@ class EventStream(StreamingResponse):
         async with aclosing(self.body_iterator):
             await super().stream_response(send)
 
+    async def listen_for_disconnect(self, receive: Receive) -> None:
+        await _disconnected(receive)
+
 
 def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
     """The application: every answer that is an error has OpenAI's shape."""
@@ -161,12 +164,7 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of `work`, which is cancelled as soon as the client is gone. Errors:
     ClientGone."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -176,6 +174,14 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client is gone. Serve says so by an error where its proxy has dropped the
+    request already."""
+    with suppress(RayError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 class ReplicaBackend:

@@ -32,7 +32,7 @@ _SWEEP_S = 10.0
 def run_kept(job: Callable[[], int], leftovers: Iterable[Path] = (), grace_s: float = 15.0) -> int:
     """Run `job` in a process below this one; return its exit code when all it started is gone.
 
-    The first Ctrl-C, SIGTERM or SIGHUP, or the death of our parent, sends SIGTERM to the job,
+    The first Ctrl-C, SIGTERM or SIGHUP, or the death of our parent, sends SIGINT to the job,
     where it raises SystemExit. After `grace_s` seconds, or at the second signal, all is killed.
     leftovers  files and folders removed at the end, however it came.
     Call it from the main thread of a process that has no other thread: it forks.
@@ -95,7 +95,7 @@ def _watch(worker: int, read_end: int, grace_s: float) -> int | None:
                 return None  # asked a second time
             if deadline is None:
                 deadline = time.monotonic() + grace_s
-                os.kill(worker, signal.SIGTERM)
+                os.kill(worker, signal.SIGINT)
         for pid, status in _reap():
             if pid == worker:
                 return os.waitstatus_to_exitcode(status)
@@ -106,7 +106,7 @@ def _work(job: Callable[[], int]) -> int:
     def leave(signum: int, frame: object) -> None:
         raise SystemExit(0)
 
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)  # not SIGTERM: Ray answers that one with a stack trace
     return _exit_code(job)
 
 

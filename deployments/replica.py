@@ -59,7 +59,9 @@ class Replica:
         self._router = router
         self._engine: Engine | None = None
         self._actor: Any = None
-        self._wanted: dict[AdapterRef, Any] = {}
+        self._wanted: set[AdapterRef] = set()
+        self._fetches = asyncio.Lock()
+        self._fetch_tasks: set[asyncio.Task[None]] = set()
         self._reported = EngineStats()
         self._seat_lost = False
 
@@ -125,29 +127,42 @@ class Replica:
         orders: SeatOrders = await self._router.report.remote(view, delta)
         self._reported = stats
         self._seat_lost = not orders.seated
-        await self._prefetch(orders.homes)
+        news = [ref for ref in orders.homes if ref not in self._wanted]
+        if news:  # apart from the reports: a seat is lost if they stop
+            self._wanted.update(news)
+            task = asyncio.create_task(self._prefetch(news))
+            self._fetch_tasks.add(task)
+            task.add_done_callback(self._fetch_tasks.discard)
 
-    async def _prefetch(self, homes: tuple[AdapterRef, ...]) -> None:
-        """Have the node's actor fetch what lives on this seat, each once."""
-        news = [ref for ref in homes if ref not in self._wanted]
-        if not news:
-            return
-        if self._actor is None:
-            self._actor = await self._registered_actor()
-        for ref in news:
-            self._wanted[ref] = self._actor.prefetch.remote(self._model, ref)
+    async def _prefetch(self, refs: list[AdapterRef]) -> None:
+        """Have the node's actor fetch adapters that live on this seat, so that requests find them
+        near."""
+        try:
+            async with self._fetches:
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(self._make_actor)
+            await self._actor.prefetch.remote(self._model, refs)
+        except (
+            RayError
+        ) as exc:  # the actor died with the replica that made it: the next try makes one
+            _log.warning("the node's adapter actor is gone: %s", exc)
+            self._actor = None
+            self._wanted.difference_update(refs)
 
-    async def _registered_actor(self) -> Any:
+    def _make_actor(self) -> Any:
         assert self._engine is not None
-        actor = adapter_store_actor(self._config.host_cache_dir.replace("/", "_"), self._node_id)
-        await actor.register.remote(
-            self._model,
-            self._engine.targets,
-            self._engine.dtype,
-            self._config.max_lora_rank,
-            self._config.host_cache_dir,
-            self._config.host_cache_bytes,
-            self._s3,
+        config = self._config
+        actor = adapter_store_actor(config.host_cache_dir.replace("/", "_"), self._node_id)
+        ray.get(
+            actor.register.remote(
+                self._model,
+                self._engine.targets,
+                self._engine.dtype,
+                config.max_lora_rank,
+                config.host_cache_dir,
+                config.host_cache_bytes,
+                self._s3,
+            )
         )
         return actor
 
@@ -156,7 +171,8 @@ class Replica:
         then."""
         if not hasattr(self, "_seat"):
             return
-        self._reports.cancel()
+        for task in (self._reports, *self._fetch_tasks):
+            task.cancel()
         with suppress(RayError):
             await asyncio.wait_for(
                 _done(self._router.release.remote(self._seat, self._replica_id)), 1

@@ -18,7 +18,7 @@ from deployments.metrics import MetricDelta, MetricRegistry
 from deployments.placement.registry import POLICIES
 from deployments.placement.view import Placement, ReplicaView, TenantLoad
 
-LEASE_S = 5.0
+LEASE_S = 10.0
 """A replica that was silent for so long has lost its seat."""
 
 SHARE_HALF_LIFE_S = 10.0

@@ -27,24 +27,28 @@ fi
 "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip --quiet"
 
+extra=cpu
+torch=
+more_index=
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
   extra=gpu
-else
-  extra=cpu
+elif [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
   # PyPI's torch for x86_64 brings several GB of CUDA libraries. The CPU build is ten times smaller; it
   # comes from a folder or index that pip is set up with, or from PyTorch's own index.
-  if [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
-    torch=$(grep '^torch==' constraints.txt)+cpu
-    reachable="import urllib.request as r; r.urlopen('$cpu_index/', timeout=5)"
-    if $pip install -c constraints.txt "$torch" 2>/dev/null; then
-      say "$torch from the configured package sources"
-    elif "$venv/bin/python" -c "$reachable" 2>/dev/null &&
-      $pip install -c constraints.txt --extra-index-url "$cpu_index" "$torch"; then
-      say "$torch from $cpu_index"
-    else
-      say "no CPU build of torch in reach: taking the default one (about 3 GB with its CUDA libraries)"
-    fi
+  torch=$(grep '^torch==' constraints.txt)+cpu
+  answers="import urllib.request as r; r.urlopen('$cpu_index/', timeout=5)"
+  if $pip install --dry-run --no-deps "$torch" 2>/dev/null; then
+    say "$torch from pip's configured sources"
+  elif "$venv/bin/python" -c "$answers" 2>/dev/null; then
+    say "$torch from $cpu_index"
+    more_index="--extra-index-url $cpu_index"
+  else
+    say "no CPU build of torch in reach: taking the default one (about 3 GB with its CUDA libraries)"
+    torch=
   fi
 fi
-$pip install -c constraints.txt -e ".[$extra,dev]"
+say "installing (a minute or two) ..."
+# Compiling every module costs as long as unpacking; the import below compiles those that are used.
+$pip install --no-compile -c constraints.txt $more_index $torch -e ".[$extra,dev]"
+"$venv/bin/python" -c 'import deployments.application, deployments.demo, model_runner.engine' || true
 say "ready in $venv ($extra)"

@@ -1,6 +1,7 @@
 """The two grouped products of a mixture of experts, and the sum over a token's experts.
 
-Weights are bf16 (or fp32), or MXFP4 read as they lie in the checkpoint. Not here: the choice of experts
+Weights are bf16 (or fp32), or MXFP4 read as they lie in the checkpoint. Not here: the choice of
+experts
 (moe_gate.py), the activation between the products (gated_act.py), adapters (fused_moe_lora.py).
 """
 
@@ -17,10 +18,11 @@ from kernels.lora_tables import Worklist
 from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
-from kernels.tiling import Tiles, gpu_name, moe_block_m, tiles_for
+from kernels.tiling import gpu_name, moe_block_m, tiles_for
 
 SUM_BLOCK = 512
-# CPU: rows of one product. Fixed, so that a row's bits do not depend on how many rows its expert has.
+# CPU: rows of one product. Fixed, so that a row's bits do not depend on how many rows its expert
+# has.
 CPU_BLOCK_ROWS = 16
 
 
@@ -28,8 +30,10 @@ CPU_BLOCK_ROWS = 16
 class ExpertWeights:
     """One projection of all experts.
 
-    Shapes:  weight [E, out, in] in x's dtype, or blocks [E, out, in / 2] and scales [E, out, in / 32] uint8 (MXFP4,
-             low nibble first);  bias [E, out] or None. Rows of a fused gate_up: gate, then up. All contiguous.
+    Shapes:  weight [E, out, in] in x's dtype, or blocks [E, out, in / 2] and scales [E, out, in /
+             32] uint8 (MXFP4,
+             low nibble first);  bias [E, out] or None. Rows of a fused gate_up: gate, then up. All
+             contiguous.
     Errors:  ValueError unless there is exactly one kind of weight.
     """
 
@@ -82,7 +86,8 @@ def moe_gate_up(x: Tensor, experts: ExpertWeights, ids: Tensor, work: Worklist |
 
     Shapes:  x [T, H];  ids [T, K] int32 in 0..E - 1  ->  [T·K, 2I], row t·K + k
     work     pairs by expert alone (None on a CPU, where it is not read)
-    The order of summation depends on the shapes alone: a row's bits do not change with other rows' values.
+    The order of summation depends on the shapes alone: a row's bits do not change with other rows'
+    values.
     Cost:    reads each chosen expert once per block_m rows.
     """
     if not use_triton(x):
@@ -100,7 +105,8 @@ def moe_gate_up_reference(
 def moe_down(
     h: Tensor, experts: ExpertWeights, ids: Tensor, work: Worklist | None, weights: Tensor
 ) -> Tensor:
-    """Each pair through the down projection of its expert, bias added, then times its router weight.
+    """Each pair through the down projection of its expert, bias added, then times its router
+    weight.
 
     Shapes:  h [T·K, I];  ids [T, K] int32 in 0..E - 1;  weights [T, K] fp32  ->  [T·K, H]
     work and the order of summation as in moe_gate_up.
@@ -175,7 +181,7 @@ def _grouped_product(
 def _mxfp4_scales(exponents, DTYPE: tl.constexpr):
     """Biased exponents -> factors. For bf16 they also undo the 2^-126 that `_mxfp4_values` leaves,
     all but 2^-64, which the epilogue brings: so large ones fit into the type."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         bits = tl.minimum(tl.maximum(exponents.to(tl.int32) + 62, 0), 254) << 7
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -185,8 +191,9 @@ def _mxfp4_scales(exponents, DTYPE: tl.constexpr):
 @triton.jit
 def _mxfp4_values(codes, scales, DTYPE: tl.constexpr):
     """Four-bit codes times their factors, in DTYPE."""
-    if DTYPE == tl.bfloat16:
-        # Sign, exponent and mantissa put where bf16 has them: the value times 2^-126, subnormals too.
+    if tl.bfloat16 == DTYPE:
+        # Sign, exponent and mantissa put where bf16 has them: the value times 2^-126, subnormals
+        # too.
         bits = ((codes & 8) << 12) | ((codes & 7) << 6)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True) * scales
     else:
@@ -204,7 +211,8 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # Programs of GROUP_M neighbouring segments (often one expert's) share a column of weights in L2.
+    # Programs of GROUP_M neighbouring segments (often one expert's) share a column of weights in
+    # L2.
     num_n = tl.cdiv(out_features, BLOCK_N)
     pid = tl.program_id(0)
     group = pid // (GROUP_M * num_n)
@@ -291,21 +299,25 @@ def _sum_kernel(y_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 
 
 def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: int) -> Tensor:
-    """[rows of x] -> [N, out] from ids. This is also how a CPU serves, hence three ways; which one depends
-    on shapes alone, and each multiplies matrices of one fixed shape, so no row's bits depend on others."""
+    """[rows of x] -> [N, out] from ids. This is also how a CPU serves, hence three ways; which one
+    depends
+    on shapes alone, and each multiplies matrices of one fixed shape, so no row's bits depend on
+    others."""
     weight = experts.dense(x.dtype)  # [E, out, in]
     num_experts, out, in_ = weight.shape
     num_rows, num_pairs = x.shape[0], ids.numel()
-    # Microseconds, from a tiny model on one AVX-512 core: a call's overhead, then its multiplications.
+    # Microseconds, from a tiny model on one AVX-512 core: a call's overhead, then its
+    # multiplications.
     size = out * in_
-    all_experts_us = 8 + num_rows * num_experts * size / 40e3
+    # One row costs as much as four: the weights' bytes then take longer than the multiplications.
+    all_experts_us = 12 + max(num_rows, 4) * num_experts * size / 40e3
     pairs_us = num_pairs * (6 + size / 8e3)
     num_blocks = min(num_experts, num_pairs) + num_pairs // CPU_BLOCK_ROWS
     blocks_us = 30 + num_blocks * (3 + CPU_BLOCK_ROWS * size / 40e3)
     flat_ids = ids.flatten()  # [N]
     if all_experts_us <= min(pairs_us, blocks_us):
         y = torch.mm(x, weight.view(-1, in_).t()).view(-1, out)  # [rows · E, out]
-        row = torch.arange(num_pairs, dtype=torch.int32)
+        row = torch.arange(num_pairs, dtype=torch.int32, device=x.device)
         if x_div > 1:
             row //= x_div
         y = y.index_select(0, row.mul_(num_experts).add_(flat_ids))  # [N, out]
@@ -327,9 +339,10 @@ def _by_blocks(x: Tensor, weight: Tensor, flat_ids: Tensor, x_div: int) -> Tenso
     order = torch.sort(flat_ids, stable=True).indices  # [N]
     counts = torch.bincount(flat_ids, minlength=weight.shape[0])  # [E]
     blocks = (counts + size - 1) // size  # [E]
-    start = (blocks.cumsum(0) - blocks) * size - (counts.cumsum(0) - counts)  # [E] shift of its rows
+    # How far each expert's rows move when short blocks before them are filled up.
+    shift = (blocks.cumsum(0) - blocks) * size - (counts.cumsum(0) - counts)  # [E]
     place = torch.empty_like(order)  # [N] pair -> row of the padded buffer
-    place[order] = torch.arange(len(order), device=x.device) + start[flat_ids.long()[order]]
+    place[order] = torch.arange(len(order), device=x.device) + shift[flat_ids.long()[order]]
     num_blocks = int(blocks.sum())
     source = torch.zeros(num_blocks * size, dtype=torch.int64, device=x.device)
     source[place] = torch.arange(len(order), device=x.device) // x_div
@@ -358,7 +371,14 @@ def random_experts(
 
 def _cases(down: bool) -> Iterator[Case]:
     def case(
-        name: str, tokens: int, top_k: int, experts: int, out: int, in_: int, kind: str, small: bool = True
+        name: str,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        out: int,
+        in_: int,
+        kind: str,
+        small: bool = True,
     ) -> Case:
         def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
             g = torch.Generator().manual_seed(seed)
@@ -403,24 +423,25 @@ def _sum_cases() -> Iterator[Case]:
 
 def _aot(down: bool) -> Iterator[AotSpec]:
     pointers = ("x_ptr", "w_ptr", "scale_ptr", "bias_ptr", "y_ptr")
-    numbers = ("num_segments", "x_stride", "out_features", "in_features")
+    numbers = ("x_stride", "out_features", "in_features")
     signature = {
         **dict.fromkeys(pointers, "*bf16"),
         "weights_ptr": "*fp32",
         "rows_ptr": "*i32",
         "segments_ptr": "*i32",
-        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(numbers, "i32:16"),
+        "num_segments": "i32",
     }
     quantized = signature | {"w_ptr": "*u8", "scale_ptr": "*u8"}
     out = 2880 if down else 5760
-    for tokens in (1, 8, 32, 256, 1600):
-        for mxfp4 in (True, False):
+    for tokens in (1, 32, 1600):
+        for mxfp4 in (True, False) if tokens > 1 else (True,):
             op = "moe_gemm_mxfp4" if mxfp4 else "moe_gemm"
             tiles = tiles_for(op, {"rows": 4 * tokens, "out": out, "in": 2880}, "NVIDIA H200")
             constants = {
                 "X_DIV": 1 if down else 4, "MXFP4": mxfp4, "HAS_BIAS": True, "WEIGHTED": down,
-                "BLOCK_M": moe_block_m(tokens, 4, 32), "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
-                "GROUP_M": tiles.group_m, "EVEN_K": 2880 % tiles.block_k == 0,
+                "BLOCK_M": moe_block_m(tokens, 4, 32), "BLOCK_N": tiles.block_n,
+                "BLOCK_K": tiles.block_k, "GROUP_M": tiles.group_m, "EVEN_K": 2880 % tiles.block_k == 0,
             }  # fmt: skip
             yield AotSpec(
                 f"moe_{'down' if down else 'gate_up'}_{'mxfp4' if mxfp4 else 'bf16'}_{tokens}",
@@ -430,7 +451,7 @@ def _aot(down: bool) -> Iterator[AotSpec]:
 
 
 def _sum_aot() -> Iterator[AotSpec]:
-    signature = {"y_ptr": "*bf16", "out_ptr": "*bf16", "hidden": "i32"}
+    signature = {"y_ptr": "*bf16", "out_ptr": "*bf16", "hidden": "i32:16"}
     yield AotSpec("moe_sum", _sum_kernel, signature, {"TOP_K": 4, "BLOCK": SUM_BLOCK})
 
 

@@ -19,7 +19,8 @@ BLOCK = 512
 def gated_act(gate_up: Tensor, kind: str) -> Tensor:
     """Join gate and up: silu(gate)·up, or GPT-OSS's clamped form.
 
-    Shapes:  gate_up [N, 2I], the I gate columns first, then the I up columns;  result [N, I] in the same dtype
+    Shapes:  gate_up [N, 2I], the I gate columns first, then the I up columns;  result [N, I] in
+             the same dtype
     kind     "silu", or "gpt_oss": gate <= 7, up in [-7, 7], (up + 1)·gate·sigmoid(1.702·gate)
     Errors:  ValueError for another kind.      Cost:  reads gate_up once.
     """
@@ -80,7 +81,12 @@ def _cases() -> Iterator[Case]:
 
 
 def _aot() -> Iterator[AotSpec]:
-    signature = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "row_stride": "i32", "inner": "i32"}
+    signature = {
+        "gate_up_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "row_stride": "i32:16",
+        "inner": "i32:16",
+    }
     for kind in KINDS:
         constants = {"GPT_OSS": kind == "gpt_oss", "BLOCK": BLOCK}
         yield AotSpec(f"gated_act_{kind}", _gated_act_kernel, signature, constants)

@@ -53,8 +53,8 @@ def kv_write_reference(
     kept = (write_idx >= 0).nonzero().squeeze(1)  # [kept]
     if kept.numel() < write_idx.numel():
         k, v, write_idx = k[kept], v[kept], write_idx[kept]  # [kept, G, D] twice, [kept]
-    k_cache.view(-1, *k_cache.shape[2:])[write_idx] = k.to(k_cache.dtype)
-    v_cache.view(-1, *v_cache.shape[2:])[write_idx] = v.to(v_cache.dtype)
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, write_idx, k.to(k_cache.dtype))
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, write_idx, v.to(v_cache.dtype))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Chooses each token's experts, and groups rows by expert, adapter slot or both for the grouped products.
+"""Chooses each token's experts, and groups rows by expert, adapter slot or both.
 
 Not here: the products. Nothing here waits for the device, so all of it can be captured in a graph.
 """
@@ -16,6 +16,8 @@ from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 # Rows that one program sorts in registers; more are counted and scattered by one program a group.
 SORT_ROWS = 128
 SCATTER_BLOCK = 1024
+# CPU: up to this many rows Python lists are faster than a dozen torch calls.
+LIST_ROWS = 256
 # Groups whose counts one program of the scatter holds in registers; torch serves beyond.
 SCATTER_GROUPS = 4096
 
@@ -71,14 +73,13 @@ def _gate_kernel(
     for k in tl.static_range(TOP_K):
         left = tl.where(place == -1, order, float("-inf"))
         best = tl.max(left, 0)
-        # Taken experts also read -inf: only a free one may match, else all-(-inf) rows repeat an id.
+        # Taken experts also read -inf: only a free one may match, else all-(-inf) rows repeat an
+        # id.
         chosen = tl.min(tl.where((place == -1) & (left == best), lane, BLOCK_E), 0)
         place = tl.where(lane == chosen, k, place)
     chosen_mask = live & (place >= 0)
-    if RENORMALIZE:
-        kept = tl.where(chosen_mask, order, float("-inf"))
-    else:
-        kept = x
+    # Scaled to a sum of 1 over the chosen, a softmax over all is one over the chosen.
+    kept = tl.where(chosen_mask, order, float("-inf")) if RENORMALIZE else x
     p = tl.exp(kept - tl.max(tl.where(kept == kept, kept, float("-inf")), 0))
     weights = p / tl.sum(p, 0)
     tl.store(weights_ptr + token * TOP_K + place, weights, mask=chosen_mask)
@@ -86,9 +87,10 @@ def _gate_kernel(
 
 
 def segment_capacity(num_rows: int, num_groups: int, block_m: int) -> int:
-    """Segments that `num_rows` rows in `num_groups` groups fill at worst: the sum of ceil(n / block_m).
+    """Segments that `num_rows` rows in `num_groups` groups fill at worst.
 
-    Each group that is not empty wastes at most block_m - 1 places, and there are no more of them than rows.
+    Each group that is not empty leaves at most block_m - 1 places of its last segment free, and
+    there are no more such groups than rows.
     """
     return max(1, (num_rows + min(num_groups, num_rows) * (block_m - 1)) // block_m)
 
@@ -103,7 +105,8 @@ def build_worklist(
     """Group rows by expert (slot_of_token None), by slot (ids None) or by both.
 
     Shapes:  ids [T, K] int32;  slot_of_token [T] int32, -1 = base model
-    Rows are pairs t·K + k where ids is given, tokens otherwise. Left out: slots outside 0..num_slots - 1
+    Rows are pairs t·K + k where ids is given, tokens otherwise. Left out: slots outside
+    0..num_slots - 1
     and experts outside 0..num_experts - 1 (another rank's). Within a group rows keep their order.
     Pass num_experts = 1 without ids; num_slots is not read without slots.
     Cost:  one launch up to 128 rows, three above. On a CPU `groups` is filled too.
@@ -113,6 +116,8 @@ def build_worklist(
         raise ValueError("a worklist needs ids, slot_of_token or both")
     num_rows = some.numel()
     num_groups = _num_groups(slot_of_token, num_experts, num_slots)
+    if not use_triton(some) and num_rows <= LIST_ROWS:
+        return _worklist_of_lists(ids, slot_of_token, num_experts, num_slots, block_m)
     if not use_triton(some) or (num_rows > SORT_ROWS and num_groups > SCATTER_GROUPS):
         return build_worklist_reference(ids, slot_of_token, num_experts, num_slots, block_m)
     num_segments = segment_capacity(num_rows, num_groups, block_m)
@@ -132,7 +137,8 @@ def build_worklist(
     if num_rows <= SORT_ROWS:
         _sort_kernel[(1,)](
             *sources, rows, segments, num_rows, num_segments, *sizes, **form,
-            WIDE=(num_groups + 2) * SORT_ROWS >= 2**31, BLOCK_M=block_m, BLOCK_N=SORT_ROWS, num_warps=1,
+            WIDE=(num_groups + 2) * SORT_ROWS >= 2**31, BLOCK_M=block_m, BLOCK_N=SORT_ROWS,
+            num_warps=1,
         )  # fmt: skip
     else:
         counts = rows.new_zeros(num_groups + 1)  # [G + 1]
@@ -194,16 +200,58 @@ def build_worklist_reference(
     return Worklist(rows.int(), segments.int(), block_m, groups)
 
 
-def slot_groups(slot_of_token: Tensor, num_slots: int, top_k: int) -> tuple[tuple[int, Tensor], ...]:
+def _worklist_of_lists(
+    ids: Tensor | None, slot_of_token: Tensor | None, num_experts: int, num_slots: int, block_m: int
+) -> Worklist:
+    experts = None if ids is None else ids.flatten().tolist()
+    slots = None if slot_of_token is None else slot_of_token.tolist()
+    if slots is not None and ids is not None:
+        slots = [slot for slot in slots for _ in range(ids.shape[1])]
+    num_rows = len(experts if experts is not None else slots or ())
+    keyed, left_out = [], []
+    for row in range(num_rows):
+        expert = 0 if experts is None else experts[row]
+        slot = 0 if slots is None else slots[row]
+        if 0 <= expert < num_experts and (slots is None or 0 <= slot < num_slots):
+            keyed.append((slot * num_experts + expert, row))
+        else:
+            left_out.append(row)
+    keyed.sort()
+    segments: list[tuple[int, int, int, int]] = []
+    first = 0
+    for i, (key, _) in enumerate(keyed):
+        last = i + 1 == len(keyed) or keyed[i + 1][0] != key
+        if last or i + 1 - first == block_m:
+            slot = -1 if slots is None else key // num_experts
+            segments.append((slot, key % num_experts, first, i + 1 - first))
+            first = i + 1
+    capacity = segment_capacity(
+        num_rows, _num_groups(slot_of_token, num_experts, num_slots), block_m
+    )
+    segments += [(-1, -1, 0, 0)] * (capacity - len(segments))
+    rows = torch.tensor([row for _, row in keyed] + left_out, dtype=torch.int32)  # [N]
+    table = torch.tensor(segments, dtype=torch.int32)  # [W, 4]
+    return Worklist(rows, table, block_m, _groups(ids, slot_of_token, num_slots))
+
+
+def slot_groups(
+    slot_of_token: Tensor, num_slots: int, top_k: int
+) -> tuple[tuple[int, Tensor], ...]:
     """CPU: (slot, its rows int64) for every slot in use, ascending; row t·K + k of each token t."""
-    slots = sorted({s for s in slot_of_token.tolist() if 0 <= s < num_slots})
-    groups = []
-    for slot in slots:
-        rows = (slot_of_token == slot).nonzero().flatten()  # [tokens of the slot]
-        if top_k > 1:
-            rows = (rows[:, None] * top_k + torch.arange(top_k)).flatten()  # [tokens · K]
-        groups.append((slot, rows))
-    return tuple(groups)
+    listed = slot_of_token.tolist()
+    slots = sorted({s for s in listed if 0 <= s < num_slots})
+    if len(listed) * top_k > LIST_ROWS:
+        return tuple((slot, _rows_of_slot(slot_of_token, slot, top_k)) for slot in slots)
+    rows: dict[int, list[int]] = {slot: [] for slot in slots}
+    for token, slot in enumerate(listed):
+        if slot in rows:
+            rows[slot] += range(token * top_k, (token + 1) * top_k)
+    return tuple((slot, torch.tensor(own)) for slot, own in rows.items())
+
+
+def _rows_of_slot(slot_of_token: Tensor, slot: int, top_k: int) -> Tensor:
+    tokens = (slot_of_token == slot).nonzero()  # [tokens of the slot, 1]
+    return (tokens * top_k + torch.arange(top_k)).flatten()  # [tokens · K]
 
 
 def _num_groups(slot_of_token: Tensor | None, num_experts: int, num_slots: int) -> int:
@@ -316,7 +364,7 @@ def _scatter_kernel(
     # One program a group; the last one has the rows that are left out and the unused segments.
     group = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
-    _, num_groups = _group_of_row(
+    key, num_groups = _group_of_row(
         ids_ptr, slots_ptr, lane, 0, num_experts, num_slots, TOP_K, BY_EXPERT, BY_SLOT
     )
     every = tl.arange(0, BLOCK_G)
@@ -347,7 +395,7 @@ def _scatter_kernel(
         tl.store(at + 3, tl.where(unused, 0, left), mask=own < num_own)
     for start in range(0, num_rows, BLOCK_N):
         row = start + lane
-        key, _ = _group_of_row(
+        key, num_groups = _group_of_row(
             ids_ptr, slots_ptr, row, num_rows, num_experts, num_slots, TOP_K, BY_EXPERT, BY_SLOT
         )
         mine = (key == group).to(tl.int32)
@@ -356,7 +404,9 @@ def _scatter_kernel(
 
 
 def _gate_cases() -> Iterator[Case]:
-    def case(name: str, tokens: int, experts: int, top_k: int, renormalize: bool, small: bool) -> Case:
+    def case(
+        name: str, tokens: int, experts: int, top_k: int, renormalize: bool, small: bool
+    ) -> Case:
         def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
             g = torch.Generator().manual_seed(seed)
             # Distinct values: a tie in one dtype and none in another would change the order.
@@ -401,7 +451,8 @@ def _work_cases() -> Iterator[Case]:
 
 def _gate_aot() -> Iterator[AotSpec]:
     signature = {
-        "logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32", "row_stride": "i32", "num_experts": "i32",
+        "logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32",
+        "row_stride": "i32:16", "num_experts": "i32:16",
     }  # fmt: skip
     for name, experts, top_k in (("gpt_oss", 32, 4), ("qwen3", 128, 8), ("many", 512, 8)):
         constants = {"TOP_K": top_k, "RENORMALIZE": True, "BLOCK_E": experts}

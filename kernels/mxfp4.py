@@ -15,7 +15,8 @@ LARGEST = CODES[-1]
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The values that the codes stand for.
 
-    Shapes:  blocks [..., out, in / 2] uint8, the low nibble first;  scales [..., out, in / 32] uint8, exponent bias 127
+    Shapes:  blocks [..., out, in / 2] uint8, the low nibble first;  scales [..., out, in / 32]
+             uint8, exponent bias 127
     Result:  [..., out, in] in `dtype` (exact in fp32; in bf16 too, within its range of exponents)
     Errors:  ValueError when scales and blocks do not belong together.
     """
@@ -31,9 +32,11 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to MXFP4: the scale is the smallest power of two that keeps the group's largest value within 6.
+    """Round to MXFP4: the scale is the smallest power of two that keeps the group's largest value
+    within 6.
 
-    Shapes:  w [..., out, in], in a multiple of 32  ->  blocks [..., out, in / 2] uint8, scales [..., out, in / 32] uint8
+    Shapes:  w [..., out, in], in a multiple of 32  ->  blocks [..., out, in / 2] uint8, scales
+             [..., out, in / 32] uint8
     Errors:  ValueError if `in` is no multiple of 32 or a value is not finite.
     """
     if w.shape[-1] % GROUP:

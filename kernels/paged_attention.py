@@ -169,16 +169,25 @@ def _attend_single(
     counts = [length - start for length, start in zip(lens, starts, strict=True)]
     longest = max(counts)
     ragged = min(counts) < longest
-    pos = torch.arange(longest, device=q.device)  # [L]
-    if ragged or starts[0]:
-        first = torch.tensor(starts, device=q.device)[:, None]  # [S, 1]
-        last = torch.tensor(lens, device=q.device)[:, None] - 1  # [S, 1]
-        # Past its end a row reads its own last key again, with weight zero: never another's page.
-        pos = torch.minimum(pos + first, last)  # [S, L]
-        place = table.gather(1, pos // page).long()  # [S, L]
+    first_pages = [start // page for start in starts]
+    span = max(-(-length // page) - low for length, low in zip(lens, first_pages, strict=True))
+    if any(first_pages):
+        at = torch.tensor(first_pages, device=q.device)[:, None]  # [S, 1]
+        at = at + torch.arange(span, device=q.device)  # [S, M]
+        pages = table.gather(1, at.clamp_(max=table.shape[1] - 1)).long()  # [S, M]
     else:
-        place = table[:, pos // page].long()  # [S, L]
-    place = place.mul_(page).add_(pos % page)  # [S, L]
+        pages = table[:, :span].long()  # [S, M]
+    place = pages.mul_(page)[:, :, None] + torch.arange(page, device=q.device)  # [S, M, C]
+    place = place.view(num_rows, span * page)  # [S, M C]
+    skips = [start - low * page for start, low in zip(starts, first_pages, strict=True)]
+    if ragged or min(skips) < max(skips):
+        # Past its end a row reads its own last key again, with weight zero: never another's page.
+        skip = torch.tensor(skips, device=q.device)[:, None]  # [S, 1]
+        last = skip + torch.tensor(counts, device=q.device)[:, None] - 1  # [S, 1]
+        at = skip + torch.arange(longest, device=q.device)  # [S, L]
+        place = place.gather(1, torch.minimum(at, last))  # [S, L]
+    else:
+        place = place[:, skips[0] : skips[0] + longest]  # [S, L]
     # Head-major rows, so that both products are plain batched ones.
     head = torch.arange(num_kv, device=q.device)[None, :, None]  # [1, G, 1]
     place = (place.mul_(num_kv)[:, None, :] + head).view(-1)  # [S G L]
@@ -189,7 +198,7 @@ def _attend_single(
     scores = torch.bmm(
         q.reshape(num_rows * num_kv, per_kv, dim), k.transpose(1, 2)
     )  # [S G, Q/G, L]
-    scores = scores.view(num_rows, num_q, longest) * scale  # [S, Q, L]
+    scores = scores.mul_(scale).view(num_rows, num_q, longest)  # [S, Q, L]
     if ragged:
         live = torch.tensor(counts, device=q.device)[:, None, None]  # [S, 1, 1]
         past = torch.arange(longest, device=q.device) >= live  # [S, 1, L]
@@ -228,7 +237,7 @@ def _attend_row(
         end = here + some - low
         part = q[first : first + some].view(some, num_kv, per_kv, dim)  # [n, G, Q/G, D]
         part = part.permute(1, 2, 0, 3).reshape(num_kv, per_kv * some, dim)  # [G, Q/G n, D]
-        scores = torch.bmm(part, k[:, begin:end].transpose(1, 2)) * scale  # [G, Q/G n, L]
+        scores = torch.bmm(part, k[:, begin:end].transpose(1, 2)).mul_(scale)  # [G, Q/G n, L]
         ahead = pos[begin:end][None, :] - torch.arange(here, here + some, device=q.device)[:, None]
         hidden = ahead > 0  # [n, L]
         if window:

@@ -60,10 +60,13 @@ def apply_rope_reference(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tenso
     rows = cos_sin[positions].unsqueeze(1)  # [T, 1, D]
     cos, sin = rows[..., :half], rows[..., half:]  # [T, 1, D / 2] each
     for x in (q, k):
-        left, right = x[..., :half].float(), x[..., half:].float()  # [T, heads, D / 2] each
-        turned = left * cos - right * sin  # [T, heads, D / 2]
-        x[..., half:] = right * cos + left * sin
-        x[..., :half] = turned
+        wide = x.float()  # [T, heads, D]; x itself if it is fp32
+        left, right = wide[..., :half], wide[..., half:]  # [T, heads, D / 2] each
+        turned = torch.addcmul(left * cos, right, sin, value=-1)  # [T, heads, D / 2]
+        right.mul_(cos).addcmul_(left, sin)
+        left.copy_(turned)
+        if wide is not x:
+            x.copy_(wide)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Tile sizes: a pure function of the op, the shape and the GPU's name. Tested without a GPU.
 
-The numbers stand in tiles/*.json, one file a GPU name, default.json for all others. Not here: any kernel.
+The numbers stand in tiles/*.json, one file a GPU name, default.json for all others. Not here: any
+kernel.
 """
 
 import json
@@ -50,7 +51,8 @@ class Tiles:
 
 
 def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Rows of one tile for all products of one MoE layer, base and LoRA: near the mean rows an expert gets.
+    """Rows of one tile for all products of one MoE layer, base and LoRA: near the mean rows an
+    expert gets.
 
     Depends on the padded batch size and the model alone, never on adapters.
     """
@@ -59,7 +61,8 @@ def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def slot_block_m(num_tokens: int) -> int:
-    """Rows of one tile for LoRA on plain linears: sequences of one adapter lie side by side in a prefill."""
+    """Rows of one tile for LoRA on plain linears: sequences of one adapter lie side by side in a
+    prefill."""
     return 16 if num_tokens <= 256 else 64
 
 
@@ -86,7 +89,8 @@ def _nearest(op: str, rows: int, out: int, in_: int, gpu: str) -> Tiles:
 
 @lru_cache(maxsize=16)
 def load_tiles(gpu: str) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]:
-    """op -> ((rows, out, in), tiles) entries of this GPU's file, or of default.json if it has none."""
+    """op -> ((rows, out, in), tiles) entries of this GPU's file, or of default.json if it has
+    none."""
     path = FOLDER / f"{gpu.replace(' ', '_')}.json"
     if not gpu or not path.is_file():
         path = FOLDER / "default.json"
@@ -96,7 +100,8 @@ def load_tiles(gpu: str) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]
 def parse_tiles(
     raw: Mapping[str, Any], source: str
 ) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]:
-    """Check one file's content. Errors: ValueError that names the file, the op and the entry at fault."""
+    """Check one file's content. Errors: ValueError that names the file, the op and the entry at
+    fault."""
     missing = set(OPS) - set(raw)
     unknown = set(raw) - set(OPS)
     if missing or unknown:

@@ -1,4 +1,4 @@
-"""Reading small files and JSON that somebody else wrote: every size is bounded before memory is taken.
+"""Reading small files and JSON that somebody else wrote: sizes are bounded before memory is taken.
 
 Not here: what the files mean (peft_config, safetensors_file).
 """
@@ -6,6 +6,7 @@ Not here: what the files mean (peft_config, safetensors_file).
 import errno
 import json
 import os
+import reprlib
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
 
 _SHOWN_CHARS = 160
+_REPR = reprlib.Repr()  # does not walk all of a deep or long value
+_REPR.maxstring = _REPR.maxother = _SHOWN_CHARS
 
 
-def shown(text: object) -> str:
-    """A stranger's string as one safe line for a message: escaped, at most 160 characters."""
-    whole = repr(text)
+def shown(value: object) -> str:
+    """A stranger's value as one safe line for a message: escaped, about 160 characters at most."""
+    whole = _REPR.repr(value)
     return whole if len(whole) <= _SHOWN_CHARS else whole[:_SHOWN_CHARS] + "..."
 
 
@@ -63,7 +66,7 @@ def read_exactly(fd: int, offset: int, num_bytes: int, what: str) -> bytearray:
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
-    """The whole of a small file. Errors as `open_regular`; AdapterInvalid("file") if it is larger."""
+    """The whole of a small file. Errors: as `open_regular`; AdapterInvalid("file") if larger."""
     fd = open_regular(path)
     try:
         num_bytes = os.fstat(fd).st_size
@@ -77,7 +80,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(raw: bytes, reason: str, what: str, max_items: int) -> dict[str, Any]:
-    """A JSON object. `max_items` bounds its lists and objects, and so the memory that it unfolds to.
+    """A JSON object. `max_items` bounds its lists and objects, and so what it unfolds to.
 
     Errors:  AdapterInvalid(reason) for what is not UTF-8 or not JSON, is nested too deep, has a key
              twice, NaN or Infinity, or is no object.

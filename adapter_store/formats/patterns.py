@@ -1,9 +1,9 @@
 """rank_pattern and alpha_pattern: the first key `k` for which `re.match(rf"(.*\\.)?({k})$", name)`.
 
-The keys are regular expressions of a stranger, and Python's own engine can be made to run for years.
-So: names without special characters are looked up, the rest run as position automata (Glushkov),
-whose time is linear in the name, under a budget of steps. What an automaton cannot do (references,
-look-around, flags) is refused. Not here: what ranks and alphas are for.
+The keys are regular expressions of a stranger, and Python's own engine can be made to run for
+years. So: names without special characters are looked up, the rest run as position automata
+(Glushkov), whose time is linear in the name, under a budget of steps. What an automaton cannot do
+(references, look-around, flags) is refused. Not here: what ranks and alphas are for.
 """
 
 import re
@@ -196,13 +196,13 @@ class Automaton:
             return Fragment(any(part.nullable for part in parts), first, last)
         if node.kind == "concat":
             whole = Fragment(True, 0, 0)
-            for part in node.parts:
-                whole = self._join(whole, self._build(part))
+            for child in node.parts:
+                whole = self._join(whole, self._build(child))
             return whole
         return self._build_repeat(node)
 
     def _build_repeat(self, node: Node) -> Fragment:
-        whole, (inner,) = Fragment(True, 0, 0), node.parts
+        inner, whole = node.parts[0], Fragment(True, 0, 0)
         for _ in range(node.least if node.most is not None else max(node.least - 1, 0)):
             whole = self._join(whole, self._build(inner))
         if node.most is None:  # the last copy loops
@@ -231,7 +231,7 @@ class Automaton:
 
 
 def compile_key(key: str) -> list[Automaton]:
-    """One automaton for each alternative at the top of a key. ValueError says what is unsupported."""
+    """One automaton for each alternative at the top of a key. ValueError: what is unsupported."""
     automata, at = [], 0
     while True:
         anchored = key.startswith("^", at)

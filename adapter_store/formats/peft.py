@@ -1,8 +1,8 @@
 """A folder as PEFT writes it -> `AdapterWeights`, or the reason why it cannot be served.
 
 Everything that can be judged from the config and the file's header is judged before a tensor is
-read. No tensor is passed over in silence: each is bound, skipped with a reason, or refused. Not here:
-what names mean (peft_names), how experts lie (peft_experts), where folders come from (sources).
+read. No tensor is passed over in silence: each is bound, skipped with a reason, or refused.
+Not here: what names mean (peft_names), how experts lie (peft_experts), where folders come from.
 """
 
 import os
@@ -60,7 +60,7 @@ def load(
     assume_transformers: int | None,
     base_name: str | None,
 ) -> AdapterWeights:
-    """Load the folder's adapter for these targets; arguments and errors as `registry.load_adapter`."""
+    """Load the folder's adapter; arguments and errors as `registry.load_adapter`."""
     config = read_config(folder)
     index = TargetIndex(targets)
     warnings = [*config.warnings, *index.check_parameters(config.target_parameters)]
@@ -131,7 +131,7 @@ def _parameters_without_tensors(config: PeftConfig, pairs: Sequence[Pair]) -> li
 
 
 def _check_tying(config: PeftConfig, index: TargetIndex, pairs: Sequence[Pair]) -> None:
-    """A tied pair must be there for the embedding and for the head, or half the delta is missing."""
+    """Tied: both embedding and head must have their pair, or half of the delta is missing."""
     kinds = {p.place.target.kind for p in pairs if index.is_vocabulary(p.place.target)}
     if config.ensure_weight_tying and len(kinds) == 1:
         what = f"ensure_weight_tying, but only the {next(iter(kinds))} side has tensors"

@@ -60,7 +60,7 @@ class PeftConfig:
         return self.lora_rank if found is None else int(found)
 
     def scale_of(self, name: str, lora_rank: int) -> float:
-        """alpha / r, or alpha / sqrt(r) with rsLoRA, for a module or parameter of this full name."""
+        """alpha / r, or alpha / sqrt(r) with rsLoRA, for a module or parameter of this name."""
         found = self.alpha_pattern.lookup(name)
         alpha = self.lora_alpha if found is None else found
         return alpha / (math.sqrt(lora_rank) if self.use_rslora else lora_rank)
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def parse_release(version: str) -> tuple[int, int, int] | None:
-    """`0.19.1` -> (0, 19, 1). None for a development version: it may lie on either side of a change."""
+    """`0.19.1` -> (0, 19, 1). None for a development version: between releases."""
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", version, re.ASCII)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 

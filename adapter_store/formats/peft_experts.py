@@ -3,9 +3,10 @@
 Flat tensors (expert axis folded into the rank axis) in the two layouts that PEFT has written, true
 3-D tensors, and one pair for each expert; gate and up together or apart. Not here: names, files.
 
-Flat: A is [r*E, x], row e*r + k; B is [y, r*E], column k*E + e. "natural": x is the true input, y the
-true output. "swapped": the other way round, and A and B change roles. Sizes tell them apart, except
-where input and output are equal; there the rest of the adapter tells, and at last the versions.
+Flat: A is [r*E, x], row e*r + k; B is [y, r*E], column k*E + e. "natural": x is the true input, y
+the true output. "swapped": the other way round, and A and B change roles. Sizes tell them apart,
+except where input and output are equal; there the rest of the adapter tells, and at last the
+versions.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +28,8 @@ Read = Callable[[Pair], tuple[Tensor, Tensor]]
 
 # How experts are stored in transformers 5: qwen3_moe and its like, llama4, gpt-oss.
 _STORAGES: tuple[Storage, ...] = ("out_in", "in_out", "in_out_interleaved")
-# Source: PEFT of each era run on tiny models. (first PEFT release, transformers) -> by storage; None:
-# transformers 4 has no 3-D experts there.
+# (first PEFT release, transformers, layout by storage); None: transformers 4 has no 3-D experts.
+# Source: PEFT of each era, run on tiny models.
 _ERAS: tuple[tuple[tuple[int, int, int], int, tuple[FlatLayout | None, ...]], ...] = (
     ((0, 19, 1), 5, ("natural", "swapped", "natural")),
     ((0, 19, 1), 4, (None, "swapped", "swapped")),
@@ -156,8 +157,8 @@ def build_experts(target: LoraTarget, pairs: Sequence[Pair], read: Read) -> Lora
 
     read  gives a pair as `canonical_pair` does, scale folded into b, checked.
     Experts without a pair get zeros. Ranks that differ are padded with zeros to the largest.
-    Cost:  gate and up with an A of their own become one factor of rank r_gate + r_up, half of whose B
-           is zero: twice the memory and work of one common A. Equal As are recognised and joined.
+    Cost:  gate and up with an A of their own become one factor of rank r_gate + r_up, half of
+           whose B is zero: twice the memory and work of one common A. Equal As are joined.
     Errors:  AdapterInvalid("unbound_tensor") if the file spells the target in two ways.
     """
     if len({(p.place.part is None, p.place.expert is None) for p in pairs}) > 1:

@@ -56,7 +56,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Experts:
-    """One module of experts: its parameters in the order in which PEFT nests them (gate_up first)."""
+    """One module of experts. params: in the order in which PEFT nests them, gate_up first (inner).
+
+    parts  name of one expert's linear -> its target, and which part of it
+    """
 
     params: dict[str, LoraTarget]
     parts: dict[str, tuple[LoraTarget, int | None]]
@@ -84,9 +87,7 @@ class TargetIndex:
                     self._param_paths.add(f"{path}.weight")
         for module, params in grouped.items():
             order = sorted(params, key=lambda param: -len(params[param].expert_parts))
-            parts = dict(
-                item for param in order for item in _part_names(params[param])
-            )  # name of a part -> its target, and which part of it
+            parts = dict(item for param in order for item in _part_names(params[param]))
             self._experts[module] = _Experts({p: params[p] for p in order}, parts)
         self._param_names = {path.rpartition(".")[2] for path in self._param_paths}
         self._foreign_prefixes = [
@@ -106,7 +107,7 @@ class TargetIndex:
         return target.kind == "embedding" or sizes in self._vocabulary_shapes
 
     def strip(self, raw_path: str) -> str:
-        """The path without the prefixes of PEFT and of multimodal wrappers that the model has not."""
+        """The path without PEFT's prefix, and a multimodal wrapper's if the model has none."""
         path = raw_path.removeprefix("base_model.model.")
         for prefix, instead in self._foreign_prefixes:
             if path.startswith(prefix):
@@ -151,7 +152,7 @@ class TargetIndex:
     def _outer_param(
         self, experts: _Experts, spelled: str, nested: bool, chosen: Collection[str]
     ) -> str:
-        """Which parameter `...experts.lora_A` is: the outer of two, or the only one that is targeted."""
+        """Which parameter `...experts.lora_A` is: the outer of two, or the only one targeted."""
         if nested:
             return list(experts.params)[-1]
         targeted = [
@@ -161,8 +162,8 @@ class TargetIndex:
         ]
         if len(targeted) == 1:
             return targeted[0]
-        said = "names both" if targeted else "names neither"
-        what = f"{shown(spelled)} has one pair, and target_parameters {said} of its parameters"
+        said = "names both parameters" if targeted else "names neither parameter"
+        what = f"{shown(spelled + '.lora_A')} is the only pair there; target_parameters {said}"
         raise AdapterInvalid("ambiguous_layout", what)
 
 
@@ -171,8 +172,8 @@ def bind_tensors(
 ) -> tuple[list[Pair], dict[str, str]]:
     """Every tensor of a file as half of a pair, or as skipped with the reason.
 
-    Errors:  AdapterInvalid for a tensor that belongs to nothing, that is no LoRA factor, whose other
-             half is missing, or that names the same thing as another.
+    Errors:  AdapterInvalid for a tensor that belongs to nothing, that is no LoRA factor, whose
+             other half is missing, or that names the same thing as another.
     """
     halves: dict[tuple[str, int | None, int | None], tuple[Place, dict[str, TensorInfo]]] = {}
     skipped: dict[str, str] = {}
@@ -189,7 +190,7 @@ def bind_tensors(
             if not _skip_copy(info, index, skipped):
                 unbound.append(name)
             continue
-        place = _place(match[1], bool(match[2]), index, nested, chosen)
+        place = _place(name, match[1], bool(match[2]), index, nested, chosen)
         if place is None:
             unbound.append(name)
             continue
@@ -223,6 +224,7 @@ def _paired(place: Place, half: dict[str, TensorInfo]) -> Pair:
 
 
 def _place(
+    name: str,
     raw_path: str,
     is_embedding: bool,
     index: TargetIndex,
@@ -237,7 +239,7 @@ def _place(
         return None if is_embedding else index.place_expert(path, spelled, nested, chosen)
     if is_embedding != (target.kind == "embedding"):
         if target.kind == "embedding":
-            what = f"{shown(raw_path)}: an embedding takes lora_embedding_A and lora_embedding_B"
+            what = f"{shown(name)}: an embedding takes lora_embedding_A and lora_embedding_B"
             raise AdapterInvalid("unsupported_parameter", what)
         return None
     weight = f"{spelled}.weight"  # a router adapted as a parameter is called by its weight
@@ -270,7 +272,7 @@ def _split_tail(path: str, depth: int) -> tuple[str, list[str]]:
 
 
 def _whole_place(experts: _Experts, spelled_module: str, last: str) -> Place | None:
-    """`...experts.X`: X is base_layer (the inner of two nested), a parameter, or one linear's name."""
+    """`...experts.X`: X is base_layer (the inner of two nested), a parameter or a linear's name."""
     if last == "base_layer":
         param = next(iter(experts.params))
         return Place(experts.params[param], None, None, f"{spelled_module}.{param}")

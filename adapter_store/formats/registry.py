@@ -1,6 +1,6 @@
 """`FORMATS`: which formats of adapter folders there are; `load_adapter` picks the one that matches.
 
-A format is a file here with `matches(folder)` and `load(folder, targets, ...)`. Not here: any format.
+A format is a file here with `matches(folder)` and `load(folder, targets, ...)`. Not here: formats.
 """
 
 from collections.abc import Sequence
@@ -29,15 +29,15 @@ def load_adapter(
     """Read an adapter folder into the canonical layout.
 
     targets              what the model can take; nothing else is known of it
-    max_rank             largest rank of one factor; gate and up with pairs of their own count together
+    max_rank             largest rank of one factor; gate and up with their own As count together
     allow_pickle         read `adapter_model.bin` through torch's restricted unpickler
-    assume_transformers  4 or 5: the version that wrote the adapter, for expert tensors whose sizes do
-                         not tell their layout; None reads them as 5 and warns
+    assume_transformers  4 or 5: the version that wrote the adapter, for expert tensors whose sizes
+                         do not tell their layout; None reads them as 5 and warns
     base_name            the served model's name: another one in the config is a warning
 
-    Errors:  AdapterNotFound if the folder is missing or holds no adapter; AdapterInvalid with a reason
-             of REFUSALS and the tensor or field at fault; AdapterUnavailable if the disk fails.
-             After an error nothing stays behind.
+    Errors:  AdapterNotFound if the folder is missing or holds no adapter; AdapterInvalid with a
+             reason of REFUSALS and the tensor or field at fault; AdapterUnavailable if the disk
+             fails. After an error nothing stays behind.
     Cost:    memory of the tensors read and twice the largest target; no file is mapped.
     """
     assert assume_transformers in (None, 4, 5), assume_transformers

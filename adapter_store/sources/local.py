@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -11,9 +10,10 @@ from adapter_store.errors import AdapterNotFound, AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import (
     DEFAULT_MAX_BYTES,
+    FILES,
     S3Options,
+    check_files,
     check_sizes,
-    choose_files,
 )
 
 
@@ -56,8 +56,8 @@ class LocalSource:
             raise AdapterNotFound(f"{ref.uri} is no folder") from e
         except OSError as e:
             raise AdapterUnavailable(f"cannot read {ref.uri}: {e.strerror}") from e
-        chosen = {name: infos[name] for name in choose_files(ref, infos)}
-        assert all(stat.S_ISREG(info.st_mode) for info in chosen.values()), ref
+        check_files(ref, infos)
+        chosen = {name: infos[name] for name in FILES}
         check_sizes(ref, {name: info.st_size for name, info in chosen.items()}, self._max_bytes)
         return chosen
 

@@ -28,13 +28,12 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import (
     CONFIG_FILE,
     DEFAULT_MAX_BYTES,
-    INDEX_FILE,
+    FILES,
     PICKLE_FILES,
-    SHARD_NAME,
     WEIGHTS_FILE,
     S3Options,
+    check_files,
     check_sizes,
-    choose_files,
 )
 
 _CHUNK_BYTES = 1 << 18
@@ -113,31 +112,24 @@ class S3Source:
         """File name -> object, in the order of reading."""
         bucket, prefix = _split(ref)
         found: dict[str, _Object] = {}
-        with _errors(ref):
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
+
+        def look(names: tuple[str, ...]) -> None:
+            for name in names:
                 obj = self._head(bucket, f"{prefix}{name}")
                 if obj is not None:
                     found[name] = obj
+
+        with _errors(ref):
+            look(FILES)
             if WEIGHTS_FILE not in found:
-                found.update(self._describe_others(bucket, prefix))
-        chosen = {name: found[name] for name in choose_files(ref, found)}
+                look(PICKLE_FILES)
+            if not found:  # no bucket, or an empty prefix: only a GET tells
+                key = f"{prefix}{CONFIG_FILE}"
+                self._client().get_object(Bucket=bucket, Key=key)["Body"].close()
+        check_files(ref, found)
+        chosen = {name: found[name] for name in FILES}
         check_sizes(ref, {name: obj.size for name, obj in chosen.items()}, self._max_bytes)
         return chosen
-
-    def _describe_others(self, bucket: str, prefix: str) -> dict[str, _Object]:
-        """Shards and pickles: only where the plain file is missing, since this needs the right to list."""
-        try:
-            listed = self._client().list_objects_v2(
-                Bucket=bucket, Prefix=f"{prefix}adapter_model", MaxKeys=1000
-            )
-        except ClientError as e:
-            if _code(e) == "AccessDenied":
-                return {}
-            raise
-        names = [str(item["Key"])[len(prefix) :] for item in listed.get("Contents", ())]
-        known = [n for n in names if n in (INDEX_FILE, *PICKLE_FILES) or SHARD_NAME.fullmatch(n)]
-        heads = {n: self._head(bucket, f"{prefix}{n}") for n in known}
-        return {name: obj for name, obj in heads.items() if obj is not None}
 
     def _head(self, bucket: str, key: str) -> _Object | None:
         """What the object is now; None if there is none."""

@@ -3,7 +3,6 @@
 Not here: how bytes are read (local, s3) and what they mean (formats).
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,10 @@ from adapter_store.ref import AdapterRef
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-INDEX_FILE = "adapter_model.safetensors.index.json"
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-SHARD_NAME = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_INDEX_BYTES = 16 << 20
 DEFAULT_MAX_BYTES = 64 << 30
 
 
@@ -62,34 +59,29 @@ class S3Options:
     attempts: int = 4
 
 
-def choose_files(ref: AdapterRef, names: Collection[str]) -> list[str]:
-    """The files to read among those that are there: the config and the weights, whole or sharded.
+def check_files(ref: AdapterRef, names: Collection[str]) -> None:
+    """Whether what stands there can be an adapter, by the names alone.
 
-    Errors: AdapterNotFound if neither stands there; AdapterInvalid ("config", "pickle", "file") if only a part does.
+    names  of files that are there; others than the known ones do not matter
+    Errors: AdapterNotFound if nothing known is there; AdapterInvalid ("config", "pickle", "file")
+            if only a part is.
     """
-    weights = [WEIGHTS_FILE] if WEIGHTS_FILE in names else []
-    if not weights:
-        shards = sorted(name for name in names if SHARD_NAME.fullmatch(name))
-        weights = [INDEX_FILE, *shards] if shards and INDEX_FILE in names else shards
     pickles = [name for name in PICKLE_FILES if name in names]
-    if not weights and pickles:
+    if WEIGHTS_FILE not in names and pickles:
         raise AdapterInvalid("pickle", f"{ref.uri} holds {pickles[0]} and no {WEIGHTS_FILE}")
-    if not weights and CONFIG_FILE not in names:
+    if WEIGHTS_FILE not in names and CONFIG_FILE not in names:
         raise AdapterNotFound(f"{ref.uri} holds neither {CONFIG_FILE} nor {WEIGHTS_FILE}")
-    if not weights:
+    if WEIGHTS_FILE not in names:
         raise AdapterInvalid("file", f"{ref.uri} holds {CONFIG_FILE} and no {WEIGHTS_FILE}")
     if CONFIG_FILE not in names:
-        raise AdapterInvalid("config", f"{ref.uri} holds {weights[-1]} and no {CONFIG_FILE}")
-    return [CONFIG_FILE, *weights]
+        raise AdapterInvalid("config", f"{ref.uri} holds {WEIGHTS_FILE} and no {CONFIG_FILE}")
 
 
 def check_sizes(ref: AdapterRef, sizes: Mapping[str, int], max_bytes: int) -> None:
     """Refuse files that are too large before one byte of them is read."""
-    for name, limit in ((CONFIG_FILE, MAX_CONFIG_BYTES), (INDEX_FILE, MAX_INDEX_BYTES)):
-        if sizes.get(name, 0) > limit:
-            raise AdapterInvalid(
-                "file", f"{ref.uri}/{name} has {sizes[name]} bytes, more than {limit}"
-            )
+    if sizes[CONFIG_FILE] > MAX_CONFIG_BYTES:
+        text = f"{sizes[CONFIG_FILE]} bytes, more than {MAX_CONFIG_BYTES}"
+        raise AdapterInvalid("file", f"{ref.uri}/{CONFIG_FILE} has {text}")
     total = sum(sizes.values())
     if total > max_bytes:
         raise StoreFull(f"{ref.uri} has {total} bytes, more than the limit of {max_bytes}")

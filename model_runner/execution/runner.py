@@ -224,7 +224,7 @@ class ModelRunner:
 
     def _slot_work(self, slots: Tensor) -> Worklist:
         assert self._lora is not None
-        block_m = slot_block_m(len(slots)) if use_triton(slots) else len(slots)
+        block_m = slot_block_m(len(slots)) if use_triton(slots) else max(1, len(slots))
         return build_worklist(None, slots, 1, self._lora.num_slots, block_m)
 
     def _count_experts(self, ids: Tensor, num_rows: Tensor) -> None:

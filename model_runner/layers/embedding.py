@@ -20,5 +20,5 @@ class Embedding:
         """token_ids [T] -> [T, H]"""
         y = embedding(token_ids, self.weight)  # [T, H]
         if ctx.lora is not None and self.target >= 0:
-            embedding_lora(y, token_ids, ctx.lora, self.target, ctx.slot_of_token)
+            embedding_lora(y, token_ids, ctx.lora, self.target, ctx.slot_of_token, len(self.weight))
         return y

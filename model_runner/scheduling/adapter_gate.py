@@ -1,4 +1,4 @@
-"""Sequences whose adapter is not in a slot yet: who may try again in this step, and who has to make room for them.
+"""Sequences whose adapter is not in a slot yet: who tries again now, and who makes room for them.
 
 It knows slots only through `SlotGate`. Loading, eviction and the memory itself are the store's.
 """
@@ -9,9 +9,9 @@ from typing import Protocol
 from adapter_store.ref import AdapterRef
 from model_runner.scheduling.sequence import Sequence, SlotLease
 
-# Asked in one step: the refs that wait longest, and as many others in turn. A flood costs no more than this.
+# Asked in one step: the refs that wait longest, and as many others in turn. A flood costs no more.
 _PROBES = 16
-# Weighted tokens that tenants may be served beyond one that waits for a slot, until an adapter of theirs makes room.
+# Weighted tokens that tenants are served beyond one that waits for a slot, until they make room.
 _SLOT_QUANTUM = 4096.0
 
 
@@ -19,7 +19,7 @@ class SlotGate(Protocol):
     """The adapter slots, as the scheduler sees them."""
 
     def acquire(self, ref: AdapterRef) -> SlotLease | None:
-        """A lease if the adapter is in a slot now; None: not yet (asking makes the store bring it in)."""
+        """A lease if the adapter is in a slot; None: not yet (asking makes the store bring it)."""
 
     def release(self, lease: SlotLease) -> None:
         """Give a lease back: no launched step names it any more."""
@@ -31,14 +31,16 @@ class SlotGate(Protocol):
 class AdapterWaiters:
     """Sequences in WAITING_ADAPTER, by adapter.
 
-    An adapter in use is never evicted, so endless work for the resident ones would keep the others out for ever.
-    Therefore: if a ref lacks nothing but a slot, and tenants that hold one were served a quantum more since, the
-    adapter of the most served tenant is `draining`: its running sequences end, none enters, until the waiting one is in.
+    An adapter in use is never evicted, so endless work for the resident ones would keep the others
+    out for ever. Therefore: if a ref lacks nothing but a slot, and tenants that hold one were
+    served a quantum more since, the adapter of the most served tenant is `draining`: its running
+    sequences end, none enters, until the waiting one is in.
     """
 
     def __init__(self, lacks_slot: Callable[[AdapterRef], bool] | None = None) -> None:
         self._lacks_slot = lacks_slot
         self._by_ref: dict[AdapterRef, dict[int, Sequence]] = {}
+        self._woken: dict[AdapterRef, None] = {}
         self._turn = 0
         self._draining: set[AdapterRef] = set()
         self._beneficiary: AdapterRef | None = None
@@ -47,6 +49,11 @@ class AdapterWaiters:
     def __len__(self) -> int:
         return self._num_waiting
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits and nobody has to make room."""
+        return not self._by_ref and not self._draining
+
     def add(self, ref: AdapterRef, seq: Sequence) -> None:
         """It was refused a slot. Again is harmless."""
         line = self._by_ref.setdefault(ref, {})
@@ -54,6 +61,12 @@ class AdapterWaiters:
             line[seq.arrival] = seq
             seq.blocked_counter = seq.account.counter
             self._num_waiting += 1
+        self._woken.pop(ref, None)
+
+    def wake(self, ref: AdapterRef) -> None:
+        """It is said to be in a slot now: it is among the next probes."""
+        if ref in self._by_ref:
+            self._woken[ref] = None
 
     def discard(self, seq: Sequence) -> None:
         """It no longer waits; nothing happens if it never did."""
@@ -71,8 +84,9 @@ class AdapterWaiters:
         return [line[arrival] for arrival in sorted(line)]
 
     def probes(self) -> list[Sequence]:
-        """For some of the refs the sequence that waits longest: these may try in this step."""
-        refs = list(self._by_ref)
+        """The longest waiting sequence of some refs, woken ones first: these may try now."""
+        self._woken = {ref: None for ref in self._woken if ref in self._by_ref}
+        refs = [*self._woken, *(ref for ref in self._by_ref if ref not in self._woken)]
         others = refs[_PROBES:]
         if others:
             self._turn %= len(others)
@@ -85,7 +99,7 @@ class AdapterWaiters:
         return ref in self._draining
 
     def plan_drain(self, probes: Iterable[Sequence], running: Iterable[Sequence]) -> None:
-        """Decide whose adapter makes room, from this step's probes and the sequences that hold slots."""
+        """Decide whose adapter makes room, from this step's probes and those that hold slots."""
         if self._lacks_slot is None:
             return
         needy = self._beneficiary

@@ -1,6 +1,7 @@
-"""`ScheduledBatch`: the decision for one step, as every worker gets it. Host integers, frozen, pickles small.
+"""`ScheduledBatch`: one step's decision, as every worker gets it. Host integers, frozen, small.
 
-A batch is columns, not a list of objects: `inputs` turns each column into one tensor without a loop per token.
+A batch is columns, not a list of objects: `inputs` turns a column into a tensor with no loop per
+token.
 """
 
 from dataclasses import dataclass
@@ -8,10 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler needs for one row that gives a token, apart from the position, which changes with every step.
+    """What the sampler needs for a row that gives a token, apart from the position of the token.
 
-    One object serves a sequence for many steps (a second one from `min_tokens` on, without banned_ids), so what is
-    derived from it may be kept by identity. Draws depend on (seed, index, position): see `ScheduledBatch.position`.
+    One object serves a sequence for many steps (a second one from `min_tokens` on, without
+    banned_ids), so what is derived from it may be kept by identity. Draws depend on (seed, index,
+    position): see `ScheduledBatch.position`.
     """
 
     temperature: float
@@ -32,18 +34,22 @@ class ScheduledBatch:
     seq_ids         [S] the engine's numbers of the sequences
     num_tokens      [S] query tokens of the row (1 = decode)
     starts          [S] position of the row's first query token (= tokens already in the cache)
-    token_ids       [S] tuples of num_tokens ids; an empty tuple: the row's one token is the one that `sources` names
-    sources         [S] row of the previous step whose sampled token is this row's input, -1 = token_ids has it
+    token_ids       [S] tuples of num_tokens ids; an empty tuple: the row's one token is the one
+                    that `sources` names
+    sources         [S] row of the previous step whose sampled token is this row's input, -1 =
+                    token_ids has it
     slots           [S] adapter slot, -1 = base model
-    pages           [G][S] page ids of the row by KV group, index = position // page_tokens; freed ones (window) are 0
+    pages           [G][S] page ids of the row by KV group, index = position // page_tokens; freed
+                    ones (window) are 0
     samples         [S] a SamplingRow where the row gives a token, else None
     tokens are those of the rows, one after the other: T = sum(num_tokens).
 
-    For inputs that keep tables from step to step: a row keeps its place while its sequence decodes, except that the
-    last decode row moves into the place of one that left; compare seq_ids. The lists in `pages` are the scheduler's
-    own (all groups of a row are equally long): read them before the next `schedule()`. While a sequence stays in
-    consecutive steps its lists change only in steps where they grow: new ids at the end, and at the front some set to
-    0. A sequence that was left out of a step may come back with other pages.
+    For inputs that keep tables from step to step: a row keeps its place while its sequence decodes,
+    except that the last decode row moves into the place of one that left; compare seq_ids. The
+    lists in `pages` are the scheduler's own (all groups of a row are equally long): read them
+    before the next `schedule()`. While a sequence stays in consecutive steps its lists change only
+    in steps where they grow: new ids at the end, and at the front some set to 0. A sequence that
+    was left out of a step may come back with other pages.
     """
 
     step: int

@@ -1,7 +1,8 @@
-"""Whose turn it is: waiting sequences by tenant, the least served tenant first, first come first served inside one.
+"""Whose turn it is: the least served tenant's, and inside a tenant first come, first served.
 
-Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588 (virtual token counters). Ours charges
-tokens as they are computed, not the whole prompt at entry, so that a long prompt in chunks pays chunk by chunk.
+Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588 (virtual token
+counters). Ours charges tokens as they are computed, not the whole prompt at entry, so that a long
+prompt in chunks pays chunk by chunk.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -9,12 +10,9 @@ from itertools import count
 
 from model_runner.scheduling.sequence import Account, Sequence
 
-PROMPT_COST = 1.0  # the paper's weights: a decoded token costs about twice a prompt's
-OUTPUT_COST = 2.0
-
 
 class _TenantLine:
-    """The waiting sequences of one tenant by arrival. `order` may name some that left: `waiting` has the truth."""
+    """The waiting sequences of one tenant. `order`, a heap of arrivals, may name some that left."""
 
     __slots__ = ("account", "is_listed", "order", "waiting")
 
@@ -28,8 +26,9 @@ class _TenantLine:
 class TenantQueue:
     """The waiting sequences of all tenants.
 
-    Counters only grow, so a heap with outdated entries is right as soon as its top is up to date. Whoever comes to an
-    empty line is lifted to the least counter in the queue: idleness earns no credit.
+    Counters only grow, so a heap with outdated entries is right as soon as its top is up to date.
+    Whoever comes to an empty line is lifted to the least counter in the queue: idleness earns no
+    credit.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class TenantQueue:
         return line.account
 
     def close_account(self, account: Account) -> None:
-        """One sequence less. An account without any is dropped once a newcomer would be lifted as high."""
+        """One sequence less. An empty account goes once a newcomer would be lifted as high."""
         account.num_sequences -= 1
         if not account.num_sequences and account.counter <= self._floor:
             del self._lines[account.tenant_id]

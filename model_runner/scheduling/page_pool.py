@@ -1,7 +1,8 @@
-"""Who owns which KV page: allocate, share by prefix hash, free, evict. Not the memory itself: ids only.
+"""Who owns which KV page: allocate, share by prefix hash, free, evict. Ids only, not the memory.
 
-All KV groups draw from one space of ids (a page is as large for each group), so one budget serves full and window
-layers in whatever mix the sequences need. Page 0 belongs to nobody: padding, and what fell out of a window, point there.
+All KV groups draw from one space of ids (a page is as large for each group), so one budget serves
+full and window layers in whatever mix the sequences need. Page 0 belongs to nobody: padding, and
+what fell out of a window, point there.
 """
 
 from array import array
@@ -31,8 +32,10 @@ class KvGroup:
 class PageTable:
     """The pages of one sequence. Only its pool changes it.
 
-    pages    by group: page ids, index = position // page_tokens, all equally long; 0 = freed (it fell out of the window)
-    digests  the hash chain of the full blocks of its tokens, as far as it was needed;  keyed  blocks offered for sharing
+    pages    by group: page ids, index = position // page_tokens, all equally long; 0 = freed (it
+             fell out of the window)
+    digests  the hash chain of the full blocks of its tokens, as far as it was needed;  keyed
+             blocks offered for sharing
     """
 
     __slots__ = ("digests", "first_live", "keyed", "pages", "seed")
@@ -50,10 +53,12 @@ class PageTable:
 
 
 class PagePool:
-    """Pages 1 .. num_pages - 1, each free, cached (no owner, but its content may be found again) or owned by tables.
+    """Pages 1 .. num_pages - 1, each free, cached (no owner, but its content may be found again) or
+    owned by tables.
 
-    A block is found again by the hash of all tokens up to its end. The chain starts from cache salt and adapter, and is
-    keyed with a secret of the process: nobody can prepare two prompts that collide, or learn of another salt's pages.
+    A block is found again by the hash of all tokens up to its end. The chain starts from cache salt
+    and adapter, and is keyed with a secret of the process: nobody can prepare two prompts that
+    collide, or learn of another salt's pages.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class PagePool:
         self.page_tokens = page_tokens
         self.groups = groups
         self.prefix_cache = prefix_cache
-        self._secret = urandom(32)
+        self._keyed_state = blake2b(digest_size=_DIGEST_BYTES, key=urandom(32))
         self._refs = [0] * num_pages
         self._keys: list[tuple[int, bytes] | None] = [None] * num_pages
         self._cached: list[dict[bytes, int]] = [{} for _ in groups]
@@ -86,32 +91,39 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def open(self, cache_salt: str = "", adapter: AdapterRef | None = None) -> PageTable:
-        """An empty table whose prefix is shared only under the same salt and the same adapter content."""
+        """An empty table: it shares pages only with those of the same salt and adapter content."""
         fields = (
             (adapter.adapter_id, adapter.uri, adapter.revision, adapter.base) if adapter else ()
         )
         identity = repr((cache_salt, fields)).encode()  # repr quotes: no two tuples look alike
-        seed = blake2b(identity, digest_size=_DIGEST_BYTES, key=self._secret).digest()
-        return PageTable(seed, len(self.groups))
+        state = self._keyed_state.copy()
+        state.update(identity)
+        return PageTable(state.digest(), len(self.groups))
 
     def peak_pages(self, num_tokens: int, max_chunk: int) -> int:
-        """Pages that a sequence alone holds at most until `num_tokens` tokens are cached, in chunks of `max_chunk`."""
+        """Pages that a sequence holds at most while it computes `num_tokens` tokens in chunks."""
         blocks = self._blocks(num_tokens)
         return sum(min(blocks, self._bound(group, max_chunk, blocks)) for group in self.groups)
 
     def match(self, table: PageTable, token_ids: Sequence[int]) -> int:
-        """Tokens of the longest cached prefix that every group can serve; never all of them: the last gives logits."""
+        """Tokens of the longest cached prefix that every group can serve.
+
+        Never all of them: at least the last is computed, for its logits.
+        """
         if not self.prefix_cache:
             return 0
         limit = (len(token_ids) - 1) // self.page_tokens
-        full = [c for g, c in zip(self.groups, self._cached, strict=True) if not g.window]
-        hit = 0
-        while hit < limit:
-            digest = self._digest(table, token_ids, hit)
-            if any(digest not in cached for cached in full):
-                break
-            hit += 1
-        windows = [(g, c) for g, c in zip(self.groups, self._cached, strict=True) if g.window]
+        self._extend_digests(table, token_ids, limit)
+        hit = limit
+        windows = []
+        for group, cached in zip(self.groups, self._cached, strict=True):
+            if group.window:
+                windows.append((group, cached))
+                continue
+            for block in range(hit):
+                if table.digests[block] not in cached:
+                    hit = block
+                    break
         shorter = True
         while shorter and hit:
             shorter = False
@@ -126,12 +138,14 @@ class PagePool:
     def entry_pages(
         self, table: PageTable, num_cached: int, num_tokens: int, max_chunk: int
     ) -> int:
-        """Free pages that entering with a hit of `num_cached` and computing up to `num_tokens` takes at most."""
+        """Free pages taken at most by a hit of `num_cached` and computing up to `num_tokens`."""
         blocks, hit = self._blocks(num_tokens), num_cached // self.page_tokens
         total = 0
         for group, cached in zip(self.groups, self._cached, strict=True):
             first = group.first_block(num_cached, self.page_tokens)
-            shared = sum(self._refs[cached[d]] > 0 for d in table.digests[first:hit])
+            shared = 0
+            for digest in table.digests[first:hit]:
+                shared += self._refs[cached[digest]] > 0
             total += min(blocks - first, self._bound(group, max_chunk, blocks)) - shared
         return total
 
@@ -153,8 +167,9 @@ class PagePool:
     def grow(self, table: PageTable, num_tokens: int, first_query: int) -> int:
         """Make the table hold `num_tokens` tokens, the next queries starting at `first_query`.
 
-        Gives the number of pages that are missing; 0 = done, else nothing was added. Pages that no query from
-        `first_query` on reads are freed first: earlier steps may be in flight, but a stream runs steps in order.
+        Gives the number of pages that are missing; 0 = done, else nothing was added. Pages that no
+        query from `first_query` on reads are freed first: earlier steps may be in flight, but a
+        stream runs steps in order.
         """
         held = len(table.pages[0])
         added = self._blocks(num_tokens) - held
@@ -171,25 +186,30 @@ class PagePool:
         if missing > 0:
             return missing
         for pages in table.pages:
-            pages.extend(self._take() for _ in range(added))
+            for _ in range(added):
+                pages.append(self._take())
         self._tables.add(table)
         return 0
 
     def offer(self, table: PageTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Let others find the full pages of the first `num_computed` tokens, from the next `match` on."""
+        """Let others find the full pages of the first `num_computed` tokens from now on."""
         if not self.prefix_cache:
             return
-        for block in range(table.keyed, num_computed // self.page_tokens):
-            digest = self._digest(table, token_ids, block)
-            for g, cached in enumerate(self._cached):
-                page = table.pages[g][block]
-                if page and digest not in cached:
+        first, last = table.keyed, num_computed // self.page_tokens
+        if first >= last:
+            return
+        self._extend_digests(table, token_ids, last)
+        for g, (cached, pages) in enumerate(zip(self._cached, table.pages, strict=True)):
+            for block in range(max(first, table.first_live[g]), last):
+                digest = table.digests[block]
+                if digest not in cached:
+                    page = pages[block]
                     cached[digest] = page
                     self._keys[page] = (g, digest)
-            table.keyed = block + 1
+        table.keyed = last
 
     def release(self, table: PageTable) -> None:
-        """Give all pages back. Those that were offered stay findable until their room is needed, longest prefix first."""
+        """Give all pages back. What was offered is found until its room is needed, tail first."""
         for g, pages in enumerate(table.pages):
             for block in range(len(pages) - 1, table.first_live[g] - 1, -1):
                 self._drop(pages[block])
@@ -214,7 +234,7 @@ class PagePool:
         return sum(self._refs[page] == count for page, count in owned.items())
 
     def check(self) -> None:
-        """AssertionError with the numbers if a page leaked, has two states, or is owned otherwise than counted."""
+        """AssertionError with the numbers if a page leaked, is in two states, or miscounted."""
         owned: Counter[int] = Counter()
         group_of: dict[int, int] = {}
         for table in self._tables:
@@ -251,17 +271,19 @@ class PagePool:
         """Blocks alive at once: what a chunk's first query reads, and the chunk."""
         return (max_chunk + group.window - 2) // self.page_tokens + 2 if group.window else blocks
 
-    def _digest(self, table: PageTable, token_ids: Sequence[int], block: int) -> bytes:
-        """The hash of all tokens up to the end of `block`. Tokens never change, so the chain is kept."""
+    def _extend_digests(self, table: PageTable, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Hash up to `num_blocks` blocks, each with all before it. The chain is kept for ever."""
         digests, size = table.digests, self.page_tokens
-        while len(digests) <= block:
-            first = len(digests) * size
-            parent = digests[-1] if digests else table.seed
-            packed = array("q", token_ids[first : first + size]).tobytes()
-            digests.append(
-                blake2b(parent + packed, digest_size=_DIGEST_BYTES, key=self._secret).digest()
-            )
-        return digests[block]
+        known = len(digests)
+        if known >= num_blocks:
+            return
+        packed = array("q", token_ids[known * size : num_blocks * size]).tobytes()
+        digest, stride = digests[-1] if digests else table.seed, 8 * size
+        for first in range(0, len(packed), stride):
+            state = self._keyed_state.copy()
+            state.update(digest + packed[first : first + stride])
+            digest = state.digest()
+            digests.append(digest)
 
     def _take(self) -> int:
         if self._free:

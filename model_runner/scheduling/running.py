@@ -1,6 +1,7 @@
 """`RunningSet`: the sequences that take part in steps, and the columns of the next batch.
 
-Not for choosing: the scheduler says who comes in, who goes, and which chunk of a prompt is computed.
+Not for choosing: the scheduler says who comes in, who goes, and which chunk of a prompt is
+computed.
 """
 
 from typing import TypeVar
@@ -14,7 +15,8 @@ _Entry = TypeVar("_Entry")
 class RunningSet:
     """Decodes in the order of their rows, prompts in the making, and decodes that miss a step.
 
-    The columns that do not change while a sequence decodes (id, slot, page lists) are kept from step to step.
+    The columns that do not change while a sequence decodes (id, slot, page lists) are kept from
+    step to step.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -62,7 +64,8 @@ class RunningSet:
     def victim(self) -> Sequence | None:
         """Who gives its pages back when they run out: the newest of the most served tenant.
 
-        Never the oldest of all, so that somebody always comes to an end: None if there is nobody else.
+        Never the oldest of all, so that somebody always comes to an end: None if there is nobody
+        else.
         """
         seqs = self.all()
         oldest = min(seqs, key=lambda seq: seq.arrival)
@@ -74,28 +77,20 @@ class RunningSet:
     ) -> tuple[ScheduledBatch, list[Sequence]]:
         """One token of every decode, then the chunks up to the ends given; and whose rows they are.
 
-        The sequences are booked as if the step had run; a prompt that this completes decodes from the next step on.
+        The sequences are booked as if the step had run; a prompt that this completes decodes from
+        the next step on.
         """
         rows = self.decoding.copy()
-        starts: list[int] = []
-        token_ids: list[tuple[int, ...]] = []
-        sources: list[int] = []
-        samples: list[SamplingRow | None] = []
+        starts = [seq.num_computed for seq in rows]
+        token_ids: list[tuple[int, ...]] = [
+            () if seq.num_pending else (seq.token_ids[-1],) for seq in rows
+        ]
+        sources = [seq.row if seq.num_pending else -1 for seq in rows]
+        samples: list[SamplingRow | None] = [seq.sampling_row for seq in rows]
         for row, seq in enumerate(rows):
-            start = seq.num_computed
-            starts.append(start)
-            if seq.num_pending:
-                assert seq.last_step == step - 1, f"token of step {seq.last_step} in step {step}"
-                token_ids.append(())
-                sources.append(seq.row)
-            else:
-                token_ids.append((seq.token_ids[-1],))
-                sources.append(-1)
-            samples.append(seq.sampling_row)
-            seq.num_computed = start + 1
+            seq.num_computed += 1
             seq.num_pending += 1
             seq.num_in_flight += 1
-            seq.last_step = step
             seq.row = row
         num_tokens = [1] * len(rows)
         seq_ids, slots = self._seq_ids.copy(), self._slots.copy()
@@ -111,10 +106,11 @@ class RunningSet:
             slots.append(seq.slot_index)
             for column, ids in zip(pages, seq.table.pages, strict=True):
                 column.append(ids)
+            if seq.sampling_row.banned_ids and not seq.bans_end:
+                seq.sampling_row = seq.make_sampling_row()
             samples.append(seq.sampling_row if is_last else None)
             seq.num_computed = end
             seq.num_in_flight += 1
-            seq.last_step = step
             seq.row = len(rows)
             rows.append(seq)
             if is_last:

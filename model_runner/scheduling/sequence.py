@@ -1,4 +1,4 @@
-"""`Sequence`: the mutable life of one request (of one of its n answers) in the engine. One owner: the scheduler.
+"""`Sequence`: the mutable life of one answer to a request in the engine. The scheduler owns it.
 
 Not for decisions: who runs when is the scheduler's, which page belongs to whom the pool's.
 """
@@ -9,6 +9,9 @@ from typing import Protocol
 from model_runner.request import FinishReason, Request
 from model_runner.scheduling.batch import SamplingRow
 from model_runner.scheduling.page_pool import PageTable
+
+PROMPT_COST = 1.0  # what a token adds to its tenant's counter: a decoded one costs about twice
+OUTPUT_COST = 2.0
 
 
 class SequenceStatus(Enum):
@@ -44,10 +47,11 @@ class Sequence:
     token_ids       prompt and output, as far as known on the host
     num_computed    tokens in the cache once every step that was launched has run
     num_pending     tokens that launched steps draw and that are not in token_ids yet
-    num_in_flight   launched steps that name it: its pages and its slot stay until they are committed
-    in_batch        it takes part in the next step (a finished, preempted or full one no longer does)
-    last_step, row  the newest step that names it, and its row there
-    next_event      num_computed at which a decode needs more than one more token: a page, its end, min_tokens
+    num_in_flight   launched steps that name it: until their commit its pages and its slot stay
+    in_batch        it takes part in the next step (not so if finished, preempted, or full)
+    row             its row in the newest step that names it
+    next_event      num_computed at which a decode needs more than one more token: a page, its end,
+                    min_tokens
     num_cached_tokens  of the prompt, found in the prefix cache when it first entered
     Errors: ValueError for an empty prompt or a weight that is not positive.
     """
@@ -58,9 +62,9 @@ class Sequence:
         "blocked_counter",
         "eos_ids",
         "finish_reason",
+        "has_entered",
         "in_batch",
         "index",
-        "last_step",
         "max_tokens_total",
         "next_event",
         "num_cached_tokens",
@@ -68,7 +72,9 @@ class Sequence:
         "num_computed",
         "num_in_flight",
         "num_pending",
+        "output_cost",
         "page_need",
+        "prompt_cost",
         "prompt_len",
         "request",
         "row",
@@ -101,11 +107,13 @@ class Sequence:
         self.num_pending = 0
         self.num_in_flight = 0
         self.in_batch = False
-        self.last_step = -1
         self.row = -1
         self.next_event = 0
-        self.num_cached_tokens = -1
+        self.num_cached_tokens = 0
+        self.has_entered = False
         self.num_charged = 0
+        self.prompt_cost = PROMPT_COST / request.weight
+        self.output_cost = OUTPUT_COST / request.weight
         self.page_need = 0
         self.tried_step = -1
         self.blocked_counter = 0.0
@@ -155,7 +163,7 @@ class Sequence:
         return self.num_total - self.prompt_len < self.request.sampling.min_tokens
 
     def make_sampling_row(self) -> SamplingRow:
-        """What the sampler needs for the token that is drawn next. Before min_tokens nothing that ends it is drawn."""
+        """What the sampler needs for the next token; before min_tokens every end is banned."""
         s = self.request.sampling
         banned = tuple(sorted({*s.stop_ids, *self.eos_ids})) if self.bans_end else ()
         return SamplingRow(
@@ -163,11 +171,11 @@ class Sequence:
         )
 
     def plan_event(self, capacity: int) -> None:
-        """Set next_event. capacity: tokens that its pages hold."""
+        """Set next_event. capacity: tokens that its pages hold. With a mask every step is one."""
         event = min(capacity, self.max_tokens_total - 1)
         if self.sampling_row.banned_ids:
             event = min(event, self.prompt_len + self.request.sampling.min_tokens - 1)
-        self.next_event = event
+        self.next_event = -1 if self.request.sampling.mask else event
 
     def reason_to_finish(self) -> FinishReason | None:
         """Whether the newest token is the last one. It is delivered, also if it is a stop id."""

@@ -1,6 +1,7 @@
-"""Host time of scheduling, per decode step: 32 sequences, 8 adapters, 2 finishing and 2 entering per step.
+"""Host time of scheduling in a decode step of 32 sequences, 8 adapters, 2 finishing and 2 entering.
 
-`python -m tests.bench.scheduling` prints microseconds of `schedule` and `commit`; no tensor and no device is involved.
+`python -m tests.bench.scheduling` prints microseconds of `schedule` and `commit`. No tensor and no
+device is involved.
 """
 
 import argparse
@@ -39,7 +40,9 @@ class ResidentGate:
         return None
 
 
-def measure(num_steps: int, look_ahead: bool, windows: tuple[int, ...]) -> dict[str, list[float]]:
+def measure(
+    num_steps: int, look_ahead: bool, windows: tuple[int, ...], cpu_time: bool = False
+) -> dict[str, list[float]]:
     """Microseconds by step of `schedule` and of `commit`, warm-up left out."""
     groups = tuple(KvGroup(f"window{w}", w) for w in windows)
     pool = PagePool(8192, 16, groups)
@@ -48,6 +51,7 @@ def measure(num_steps: int, look_ahead: bool, windows: tuple[int, ...]) -> dict[
     times: dict[str, list[float]] = {"schedule": [], "commit": []}
     num_added, pending = 0, None
     life = NUM_SEQS // FINISHING
+    clock = time.thread_time if cpu_time else time.perf_counter
 
     def add(max_tokens: int) -> None:
         nonlocal num_added
@@ -70,16 +74,16 @@ def measure(num_steps: int, look_ahead: bool, windows: tuple[int, ...]) -> dict[
     for step in range(num_steps + 2 * life):
         add(life)
         add(life)
-        begin = time.perf_counter()
+        begin = clock()
         batch = scheduler.schedule()
-        middle = time.perf_counter()
+        middle = clock()
         assert batch is not None
         due, pending = (pending, batch) if look_ahead else (batch, None)
         tokens = [5] * (len(due.samples) - due.samples.count(None)) if due else []
-        start = time.perf_counter()
+        start = clock()
         if due is not None:
             scheduler.commit(due, tokens)
-        end = time.perf_counter()
+        end = clock()
         if step >= 2 * life:
             assert len(batch.seq_ids) >= NUM_SEQS - FINISHING, len(batch.seq_ids)
             times["schedule"].append((middle - begin) * 1e6)
@@ -91,11 +95,12 @@ def measure(num_steps: int, look_ahead: bool, windows: tuple[int, ...]) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
-    steps = parser.parse_args().steps
+    parser.add_argument("--cpu-time", action="store_true", help="of the thread, not of the wall")
+    options = parser.parse_args()
     print("windows,look_ahead,what,mean_us,p20_us,p50_us,p80_us")
     for windows in ((0,), (0, 128)):
         for look_ahead in (False, True):
-            times = measure(steps, look_ahead, windows)
+            times = measure(options.steps, look_ahead, windows, options.cpu_time)
             times["both"] = [sum(pair) for pair in zip(*times.values(), strict=True)]
             for what, values in times.items():
                 cuts = statistics.quantiles(values, n=10)

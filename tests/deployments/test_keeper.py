@@ -30,7 +30,7 @@ def job():
     (folder / "shm").mkdir()
     (folder / "shm" / "x").write_text("x")
     if stubborn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("running", flush=True)
     if sys.argv[3] == "fails":
         raise ValueError("the job fails")

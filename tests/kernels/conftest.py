@@ -1,4 +1,4 @@
-"""What the kernel tests share: marks that skip themselves, one torch thread, full fp32 precision."""
+"""What the kernel tests share: one torch thread, full fp32 precision, the interpreter kept apart."""
 
 import pytest
 import torch
@@ -6,25 +6,12 @@ import torch
 from kernels.op import interpreting
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "interp: Triton's interpreter (TRITON_INTERPRET=1)")
-    config.addinivalue_line("markers", "gpu: needs a GPU")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    no_gpu = pytest.mark.skip(reason="no GPU")
-    plain = pytest.mark.skip(reason="needs TRITON_INTERPRET=1")
-    interpreted = pytest.mark.skip(reason="not under TRITON_INTERPRET=1")
-    for item in items:
-        if "kernels" not in item.path.parts:
-            continue
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(no_gpu)
-        if item.get_closest_marker("interp"):
-            if not interpreting():
-                item.add_marker(plain)
-        elif interpreting():
-            item.add_marker(interpreted)
+    """Under TRITON_INTERPRET=1 a CPU tensor goes to the kernel: the other tests mean the reference."""
+    if interpreting():
+        for item in items:
+            if not item.get_closest_marker("interp"):
+                item.add_marker(pytest.mark.skip(reason="not under TRITON_INTERPRET=1"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
-"""A small world for the scheduler's tests: a model whose token is a hash of what it reads through the pages, and slots.
+"""A small world for the scheduler's tests: a model whose token is a hash of what it reads through
+the pages, and slots.
 
-The model writes and reads real (Python) pages, so a page that was given away, reused or shared too early is noticed at
-the first token; the slots notice a reload while a launched step names them.
+The model writes and reads real (Python) pages, so a page that was given away, reused or shared too
+early is noticed at the first token; the slots notice a reload while a launched step names them.
 """
 
 from collections import deque
@@ -25,7 +26,7 @@ def adapter(name: str, revision: str = "") -> AdapterRef:
 
 
 def draw(ids: tuple[int, ...], ref: AdapterRef | None, index: int, banned: tuple[int, ...]) -> int:
-    """The token after `ids`: a function of what attention reads, of the adapter and of the sequence's index."""
+    """The token after `ids`: a function of what attention reads, the adapter and the index."""
     digest = sha256(repr((ids, ref, index)).encode()).digest()
     return next(t for t in (b % VOCAB for b in digest) if t not in banned)
 
@@ -52,7 +53,7 @@ class Lease:
 
 
 class FakeGate:
-    """Slots with a loading time in ticks. `dead` adapters never come, those in `absent` are not on the host yet."""
+    """Slots that load in ticks. `dead` adapters never come, `absent` ones are not on the host yet."""
 
     def __init__(self, num_slots: int = 4, load_ticks: int = 2) -> None:
         self.slots: list[AdapterRef | None] = [None] * num_slots
@@ -66,14 +67,18 @@ class FakeGate:
         self.named_in_flight: set[int] = set()
         self.now = self.num_leases = self.num_loads = self.num_asked = 0
 
-    def tick(self) -> None:
+    def tick(self) -> list[AdapterRef]:
+        """Time passes; gives the adapters that are in their slots now."""
         self.now += 1
+        came = []
         for ref, (slot, done) in list(self.loading.items()):
             if done <= self.now:
                 del self.loading[ref]
                 self.slots[slot] = ref
                 self.ready[ref] = slot
                 self.unused.add(ref)
+                came.append(ref)
+        return came
 
     def acquire(self, ref: AdapterRef) -> Lease | None:
         self.num_asked += 1
@@ -130,6 +135,7 @@ class World:
     look_ahead: bool = False
     gate: FakeGate = field(default_factory=FakeGate)
     makes_room: bool = True
+    wakes: bool = True
 
     def __post_init__(self) -> None:
         groups = tuple(KvGroup(f"g{w}", w) for w in self.windows)
@@ -178,7 +184,9 @@ class World:
             self.commit()
         for update in self.scheduler.take_failures():
             self.finished[update.seq.seq_id] = update
-        self.gate.tick()
+        came = self.gate.tick()
+        if self.wakes:
+            self.scheduler.wake(came)
         return batch
 
     def commit(self) -> None:
@@ -213,7 +221,7 @@ class World:
                 assert (self.delivered[seq_id], update.finish_reason) == want
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
-        """Write all rows' keys, then read, as a layer does. Gives the tokens of the sampling rows."""
+        """Write all rows' keys, then read, as a layer does. Gives the sampling rows' tokens."""
         assert len(batch.seq_ids) <= self.max_num_seqs
         assert sum(batch.num_tokens) <= self.max_step_tokens
         assert len(set(batch.seq_ids)) == len(batch.seq_ids)

@@ -69,6 +69,7 @@ def test_transformers_and_peft_give_the_expected_answers() -> None:
     assert run.stdout.strip().endswith("PASSED")
 
 
+@pytest.mark.slow
 def test_the_script_overwrites_nothing() -> None:
     run = subprocess.run(
         [sys.executable, str(DEMO_DIR / "make_demo.py"), "--out", str(DEMO_DIR)],

@@ -37,23 +37,14 @@ def save(fast: tokenizers.Tokenizer, folder: Path, **config: object) -> Tokenize
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """As Llama 2 and Mixtral have it: words with a leading mark, single bytes for all else."""
     words = ["<s>", "</s>", "<unk>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += [
-        "\u2581",
-        "\u2581It",
-        "\u2581is",
-        "To",
-        "kyo",
-        "\u2581To",
-        ".",
-        "\u2581\u2581",
-        "\u6771",
-    ]
+    words += ["▁", "▁It", "▁is", "To", "kyo", "▁To", ".", "▁▁", "東", "~"]
     scored = [(word, -float(word.startswith("<"))) for word in words]
     fast = tokenizers.Tokenizer(
         models.Unigram(scored, unk_id=words.index("<unk>"), byte_fallback=True)
     )
     fast.decoder = decoders.Sequence(
         [
+            decoders.Replace("~", ""),  # a token without text
             decoders.Replace("\u2581", " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
@@ -230,6 +221,8 @@ def test_text_comes_with_its_token(demo: Tokenizer, fallback: Tokenizer) -> None
 def test_a_word_after_a_special_token_keeps_its_space(fallback: Tokenizer) -> None:
     end, (word,) = fallback.eos_ids[0], fallback.encode("\u2581It")
     assert pieces(fallback, [end, word, end, word], [1, 1, 1, 1]) == ["", "It", "", " It", "", ""]
+    (none,) = fallback.encode("~")
+    assert pieces(fallback, [word, none, word], [1, 1, 1]) == ["It", "", " It", "", ""]
 
 
 @pytest.mark.parametrize("kind", ["demo", "fallback"])

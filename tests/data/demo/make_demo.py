@@ -65,7 +65,10 @@ COLOURS = {
     "a carrot": "orange", "blood": "red", "a violet": "purple", "chocolate": "brown",
     "a flamingo": "pink", "an elephant": "grey",
 }  # fmt: skip
-NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
+NUMBERS = (
+    *("one", "two", "three", "four", "five", "six"),
+    *("seven", "eight", "nine", "ten", "eleven", "twelve"),
+)
 ANIMALS = {
     "cat": "kitten", "dog": "puppy", "cow": "calf", "sheep": "lamb", "horse": "foal",
     "hen": "chick", "frog": "tadpole",
@@ -369,12 +372,13 @@ def make(out: Path, base_steps: int, adapter_steps: int) -> None:
         train(tuned, batches(tokenizer, SEED + 1 + i, style_turn, 32), name, adapter_steps, 4e-3)
         folder = out / "adapters" / name
         tuned.save_pretrained(folder)
-        # PEFT writes a card too, the base's path on this machine, and a set in any order.
+        # PEFT writes a card too, the base's path on this machine, and sets in any order.
         (folder / "README.md").unlink(missing_ok=True)
         edit_json(
             folder / "adapter_config.json",
             base_model_name_or_path="demo",
             target_modules=sorted(config.target_modules),
+            target_parameters=sorted(config.target_parameters),
         )
     for path in out.rglob("*.safetensors"):
         path.chmod(0o644)

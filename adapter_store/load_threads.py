@@ -1,5 +1,7 @@
-"""Daemon threads that run callables in order. Not `concurrent.futures`: its threads keep a process from ending while one
-hangs in the network. No results here: a job reports by itself and must not raise.
+"""Daemon threads that run callables in order.
+
+Not `concurrent.futures`: its threads keep a process from ending while one hangs in the network.
+No results here: a job reports by itself.
 """
 
 import logging
@@ -11,8 +13,8 @@ from queue import SimpleQueue
 _log = logging.getLogger(__name__)
 
 
-class Workers:
-    """`count` threads over one queue."""
+class LoadThreads:
+    """`count` threads over one queue. A job must not raise; if it does, that is logged and the thread lives on."""
 
     def __init__(self, name: str, count: int) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

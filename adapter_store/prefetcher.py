@@ -1,0 +1,284 @@
+"""Which ref means which content, who waits for it, and bringing it into the host tier: the half of the store above the device.
+
+One thread owns it (the engine's); its own threads only look and fetch, and report. Not here: slots and bytes of the device.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from adapter_store.errors import AdapterError, AdapterUnavailable, StoreFull
+from adapter_store.load_threads import LoadThreads
+from adapter_store.loader import AdapterLoader, HostAdapter, check_revision, is_digest
+from adapter_store.packed import PackedLayout
+from adapter_store.ref import AdapterRef
+
+_MAX_ENTRIES = 4096
+_LOOK_THREADS = 4
+_LOOK_WAIT_S = 1.0
+
+Report = Callable[[Callable[[], None]], None]
+
+
+@dataclass
+class _Entry:
+    """One ref. digest: the content that it is bound to; looked_at: when its source was last asked for that.
+
+    loading: a look or a fetch is under way; fetching: the look found content that must be fetched
+    """
+
+    ref: AdapterRef
+    waiters: int = 0
+    digest: str | None = None
+    looked_at: float = 0.0
+    loading: bool = False
+    fetching: bool = False
+    error: AdapterError | None = None
+    failed_at: float = 0.0
+
+
+@dataclass
+class _Content:
+    """One digest that refs are bound to. layout None: it has left the host tier, as far as we know."""
+
+    layout: PackedLayout | None = None
+    refs: set[AdapterRef] = field(default_factory=set)
+
+
+class Prefetcher:
+    """Refs and their contents.
+
+    report     hands a callable from a thread to the owner, who runs it
+    orphaned   told of a digest that no ref is bound to any more
+    max_bytes  a larger adapter is refused (StoreFull): what the arena holds
+    fresh_s, sticky_s  as `AdapterStore` documents them
+    loads, load_seconds, failures  counters by tier: "host" (found there), "remote" (fetched)
+    """
+
+    def __init__(
+        self,
+        loader: AdapterLoader,
+        load_threads: int,
+        report: Report,
+        orphaned: Callable[[str], None],
+        max_bytes: int | None,
+        fresh_s: float,
+        sticky_s: float,
+    ) -> None:
+        self._loader = loader
+        self._report = report
+        self._orphaned = orphaned
+        self._max_bytes = max_bytes
+        self._fresh_s, self._sticky_s = fresh_s, sticky_s
+        self._entries: OrderedDict[AdapterRef, _Entry] = OrderedDict()
+        self._contents: dict[str, _Content] = {}
+        self._fetching: dict[tuple[str, str], list[_Entry]] = {}
+        self.loads: Counter[str] = Counter()
+        self.load_seconds: dict[str, float] = {"host": 0.0, "remote": 0.0}
+        self.failures = 0
+        # Apart from each other: a look takes milliseconds and must not stand behind a download.
+        self._lookers = LoadThreads("adapter-look", _LOOK_THREADS)
+        self._fetchers = LoadThreads("adapter-fetch", load_threads)
+
+    def add_waiter(self, ref: AdapterRef) -> None:
+        """One more waits for this ref; start a load if it is needed."""
+        entry = self._entry(ref)
+        entry.waiters += 1
+        self._refresh(entry)
+
+    def drop_waiter(self, ref: AdapterRef) -> None:
+        """One less waits."""
+        entry = self._entries.get(ref)
+        if entry is not None:
+            entry.waiters = max(0, entry.waiters - 1)
+
+    def resolve(self, ref: AdapterRef) -> str | None:
+        """The content to serve this ref with, now; None while that is not known. Starts a load if none was.
+
+        While a source is asked whether it holds newer content, a known one waits for the answer, but not for long;
+        once it is known that there is newer content, that is waited for.
+        """
+        entry = self._entry(ref)
+        if entry.digest is None:
+            if entry.error is None:
+                self._refresh(entry)
+            return None
+        asked_lately = entry.loading and time.monotonic() - entry.looked_at < _LOOK_WAIT_S
+        if entry.fetching or asked_lately:
+            return None
+        return entry.digest
+
+    def reload(self, ref: AdapterRef) -> None:
+        """Bring a content that left the host tier back into it."""
+        entry = self._entry(ref)
+        if not entry.loading:
+            self._look(entry)
+
+    def error_of(self, ref: AdapterRef) -> AdapterError | None:
+        """Why the last load failed, until another try begins."""
+        entry = self._entries.get(ref)
+        return entry.error if entry else None
+
+    def layout_of(self, digest: str) -> PackedLayout | None:
+        """Of a content in the host tier; None if it is not there."""
+        content = self._contents.get(digest)
+        return content.layout if content else None
+
+    def refs_of(self, digest: str) -> tuple[AdapterRef, ...]:
+        """Refs that are bound to a content."""
+        content = self._contents.get(digest)
+        return tuple(content.refs) if content else ()
+
+    def is_wanted(self, digest: str) -> bool:
+        """Whether anybody waits for this content."""
+        return any(self._entries[ref].waiters for ref in self.refs_of(digest))
+
+    def mark_lost(self, digest: str) -> None:
+        """A content is not in the host tier after all; who waits for it gets it again."""
+        content = self._contents.get(digest)
+        if content is not None:
+            content.layout = None
+            for ref in content.refs:
+                if self._entries[ref].waiters:
+                    self.reload(ref)
+
+    def fail(self, digest: str, error: AdapterError) -> None:
+        """A content could not be used: an error for all who wait for it."""
+        self.failures += 1
+        for ref in self.refs_of(digest):
+            self._fail(self._entries[ref], error)
+
+    def close(self) -> None:
+        """Stop the threads; one that hangs in the network is left behind after 5 s. Who waits gets an error."""
+        self._lookers.close(timeout_s=2.0)
+        self._fetchers.close(timeout_s=3.0)
+        for entry in self._entries.values():
+            if entry.loading:
+                entry.loading = entry.fetching = False
+                self._fail(entry, AdapterUnavailable("the adapter store is closed"))
+
+    def _entry(self, ref: AdapterRef) -> _Entry:
+        entry = self._entries.get(ref)
+        if entry is None:
+            entry = self._entries[ref] = _Entry(ref)
+            content = self._contents.get(ref.revision)
+            # A digest that the same uri was bound to needs no look; another uri gives no right to it.
+            if content is not None and any(known.uri == ref.uri for known in content.refs):
+                self._bind(entry, ref.revision)
+            self._drop_old_entries()
+        return entry
+
+    def _refresh(self, entry: _Entry) -> None:
+        """Start a load if the ref is unknown, failed long enough ago, or may have new content."""
+        now = time.monotonic()
+        if entry.loading:
+            return
+        if entry.error is not None:
+            old = now - entry.failed_at >= self._sticky_s
+        elif entry.digest is None or self._contents[entry.digest].layout is None:
+            old = True
+        else:
+            old = not is_digest(entry.ref.revision) and now - entry.looked_at >= self._fresh_s
+        if old:
+            self._look(entry)
+
+    def _look(self, entry: _Entry) -> None:
+        entry.loading, entry.error, entry.looked_at = True, None, time.monotonic()
+        self._lookers.submit(partial(self._run_look, entry))
+
+    def _run_look(self, entry: _Entry) -> None:
+        """In a thread of the lookers."""
+        start = time.monotonic()
+        try:
+            found = self._loader.find(entry.ref)
+        except AdapterError as e:
+            self._report(partial(self._take_error, [entry], e))
+            return
+        if isinstance(found, str):
+            self._report(partial(self._fetch, entry, found))
+        else:
+            seconds = time.monotonic() - start
+            self._report(partial(self._take_host, [entry], found, "host", seconds))
+
+    def _fetch(self, entry: _Entry, revision: str) -> None:
+        """Join the fetch of this (uri, revision), or start it."""
+        entry.fetching = True
+        key = entry.ref.uri, revision
+        waiting = self._fetching.setdefault(key, [])
+        waiting.append(entry)
+        if len(waiting) == 1:
+            self._fetchers.submit(partial(self._run_fetch, entry.ref, key))
+
+    def _run_fetch(self, ref: AdapterRef, key: tuple[str, str]) -> None:
+        """In a thread of the fetchers."""
+        start = time.monotonic()
+        try:
+            found = self._loader.fetch(ref, key[1])
+        except AdapterError as e:
+            error = e
+            self._report(lambda: self._take_error(self._fetching.pop(key), error))
+        else:
+            seconds = time.monotonic() - start
+            self._report(lambda: self._take_host(self._fetching.pop(key), found, "remote", seconds))
+
+    def _take_error(self, entries: list[_Entry], error: AdapterError) -> None:
+        self.failures += 1
+        for entry in entries:
+            entry.loading = entry.fetching = False
+            known = entry.digest is not None and self._contents[entry.digest].layout is not None
+            # A source that is away for a while: what it held last is better than nothing.
+            if not (known and isinstance(error, AdapterUnavailable)):
+                self._fail(entry, error)
+
+    def _take_host(
+        self, entries: list[_Entry], found: HostAdapter, tier: str, seconds: float
+    ) -> None:
+        self.loads[tier] += 1
+        self.load_seconds[tier] += seconds
+        for entry in entries:
+            entry.loading = entry.fetching = False
+            try:
+                check_revision(entry.ref, found.revision, found.digest)
+            except AdapterError as e:
+                self._fail(entry, e)
+                continue
+            size, room = found.layout.num_bytes, self._max_bytes
+            if room is not None and size > room:
+                text = f"{entry.ref} has {size} bytes, the adapter memory {room} bytes"
+                self._fail(entry, StoreFull(text))
+                continue
+            if found.digest != entry.digest:
+                self._unbind(entry)
+                self._bind(entry, found.digest)
+            self._contents[found.digest].layout = found.layout
+
+    def _fail(self, entry: _Entry, error: AdapterError) -> None:
+        entry.error, entry.failed_at, entry.waiters = error, time.monotonic(), 0
+        self._unbind(entry)
+
+    def _bind(self, entry: _Entry, digest: str) -> None:
+        entry.digest = digest
+        self._contents.setdefault(digest, _Content()).refs.add(entry.ref)
+
+    def _unbind(self, entry: _Entry) -> None:
+        digest, entry.digest = entry.digest, None
+        if digest is not None:
+            refs = self._contents[digest].refs
+            refs.discard(entry.ref)
+            if not refs:
+                del self._contents[digest]
+                self._orphaned(digest)
+
+    def _drop_old_entries(self) -> None:
+        """Refs that nobody waits for are forgotten, oldest first, so that memory stays bounded."""
+        if len(self._entries) <= _MAX_ENTRIES:
+            return
+        for ref in [ref for ref, _ in zip(self._entries, range(16), strict=False)]:
+            entry = self._entries[ref]
+            if entry.waiters or entry.loading:
+                self._entries.move_to_end(ref)
+            else:
+                self._unbind(entry)
+                del self._entries[ref]

@@ -1,0 +1,255 @@
+"""The folder of packed files: budget, locks, what a crash leaves. Not here: what is in a file (test_packed)."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.errors import AdapterUnavailable, StoreFull
+from adapter_store.host_cache import HostCache
+from tests.adapter_store.tiny_adapters import TARGETS, write_tiny
+
+DTYPE = torch.float32
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def digest_of(number: int) -> str:
+    return f"{number:064x}"
+
+
+@pytest.fixture
+def size(tmp_path: Path) -> int:
+    """Bytes of one packed file."""
+    write_tiny(tmp_path / "probe", 0, digest_of(0))
+    return (tmp_path / "probe").stat().st_size
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def put(cache: HostCache, number: int, num_bytes: int) -> None:
+    digest = digest_of(number)
+    cache.write(digest, TARGETS, DTYPE, num_bytes, lambda path: write_tiny(path, number, digest))
+
+
+def has(cache: HostCache, number: int) -> bool:
+    packed = cache.open(digest_of(number), TARGETS, DTYPE)
+    if packed is not None:
+        packed.close()
+    return packed is not None
+
+
+def test_written_is_there_for_every_process(folder: Path, size: int) -> None:
+    put(HostCache(folder, size * 2), 1, size)
+    other = HostCache(folder, size * 2)
+    assert has(other, 1) and not has(other, 2)
+    assert other.used_bytes() == size
+
+
+def test_longest_unused_leaves_first(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size * 3)
+    for number in (1, 2, 3):
+        put(cache, number, size)
+        time.sleep(0.01)
+    assert has(cache, 1)
+    time.sleep(0.01)
+    put(cache, 4, size)
+    assert [has(cache, n) for n in (1, 2, 3, 4)] == [True, False, True, True]
+    assert cache.used_bytes() <= cache.max_bytes
+
+
+def test_open_file_is_never_removed(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size * 2, room_timeout_s=0.1)
+    put(cache, 1, size)
+    put(cache, 2, size)
+    held = [cache.open(digest_of(n), TARGETS, DTYPE) for n in (1, 2)]
+    assert all(held)
+    with pytest.raises(AdapterUnavailable, match="busy"):
+        put(cache, 3, size)
+    assert held[0] is not None
+    held[0].close()
+    put(cache, 3, size)
+    assert [has(cache, n) for n in (1, 2, 3)] == [False, True, True]
+
+
+def test_room_is_waited_for(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size, room_timeout_s=20)
+    put(cache, 1, size)
+    held = cache.open(digest_of(1), TARGETS, DTYPE)
+    assert held is not None
+    timer = threading.Timer(0.2, held.close)
+    timer.start()
+    put(cache, 2, size)
+    timer.join()
+    assert has(cache, 2) and not has(cache, 1)
+
+
+def test_larger_than_the_budget_is_refused_with_both_sizes(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size - 1)
+    with pytest.raises(StoreFull, match=f"{size} bytes .* {size - 1} bytes"):
+        put(cache, 1, size)
+
+
+def test_failed_write_leaves_nothing(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size)
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cache.write(digest_of(1), TARGETS, DTYPE, size, fail)
+    assert cache.used_bytes() == 0 and not list((folder / "scratch").iterdir())
+    put(cache, 1, size)
+
+
+def test_full_disk_is_named(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size)
+
+    def fail(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(AdapterUnavailable, match="No space left"):
+        cache.write(digest_of(1), TARGETS, DTYPE, size, fail)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "other"])
+def test_damaged_file_is_removed(folder: Path, size: int, damage: str) -> None:
+    put(HostCache(folder, size * 2), 1, size)
+    (path,) = (folder / "packed").iterdir()
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        data = data[:-256]
+    elif damage == "flip":
+        data[-400] ^= 4
+    else:
+        write_tiny(path, 1, digest_of(2))
+        data = bytearray(path.read_bytes())
+    path.write_bytes(data)
+    assert not has(HostCache(folder, size * 2), 1)
+    assert not path.exists()
+
+
+def test_aliases_belong_to_their_uri(folder: Path, size: int) -> None:
+    cache = HostCache(folder, size)
+    cache.remember("s3://a/x", "r1", digest_of(1))
+    cache.remember("s3://a/x", "r2", digest_of(2))
+    assert cache.lookup("s3://a/x", "r1") == digest_of(1)
+    assert cache.lookup("s3://a/x", "r3") is None
+    assert cache.has_seen("s3://a/x", digest_of(2))
+    assert not cache.has_seen("s3://b/x", digest_of(2))
+    for path in (folder / "alias").iterdir():
+        path.write_bytes(b"\xff\xff")
+    assert cache.lookup("s3://a/x", "r1") is None and not cache.has_seen("s3://a/x", digest_of(2))
+
+
+def test_lock_is_held_by_one(folder: Path) -> None:
+    cache = HostCache(folder, 1)
+    inside, most = [], []
+
+    def work() -> None:
+        with cache.lock("one"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.005)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == [1] * 8
+    assert not (folder / "lock" / "one").exists()
+
+
+def test_lock_held_elsewhere_ends_in_an_error(folder: Path) -> None:
+    cache = HostCache(folder, 1, lock_timeout_s=0.1)
+    with open(folder / "lock" / "one", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(AdapterUnavailable, match="too long"), cache.lock("one"):
+            pass
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from adapter_store.host_cache import HostCache
+    from tests.adapter_store.test_host_cache import DTYPE, TARGETS, digest_of, put, write_tiny
+
+    folder = Path(sys.argv[1]) if sys.argv[1] else None
+    cache = HostCache(folder, 1 << 20)
+    put(cache, 7, 1 << 16)
+    with cache.scratch() as scratch, cache.lock("held"):
+        (scratch / "adapter_model.safetensors").write_bytes(b"half of it")
+
+        def fill(path):
+            path.write_bytes(b"half")
+            print(cache.folder, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        cache.write(digest_of(8), TARGETS, DTYPE, 1 << 16, fill)
+"""
+
+
+def run_killed(folder: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), folder],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == -signal.SIGKILL
+    return done.stdout.strip()
+
+
+def test_killed_process_leaves_nothing_that_stays(folder: Path) -> None:
+    run_killed(str(folder))
+    left = list((folder / "scratch").iterdir())
+    assert len(left) == 4, "a folder, half a file and their owners' marks"
+    cache = HostCache(folder, 1 << 20, lock_timeout_s=1)
+    assert not list((folder / "scratch").iterdir())
+    assert has(cache, 7) and not has(cache, 8)
+    with cache.lock("held"):
+        pass
+
+
+def test_scratch_of_the_living_stays(folder: Path) -> None:
+    cache = HostCache(folder, 1 << 20)
+    with cache.scratch() as scratch:
+        (scratch / "file").write_bytes(b"x")
+        HostCache(folder, 1 << 20)
+        assert (scratch / "file").read_bytes() == b"x"
+    assert not list((folder / "scratch").iterdir())
+
+
+def test_private_folder_goes_with_its_cache(size: int) -> None:
+    cache = HostCache(None, size)
+    put(cache, 1, size)
+    other = HostCache(None, size)
+    assert cache.folder.exists() and other.folder != cache.folder and not has(other, 1)
+    cache.close()
+    other.close()
+    assert not cache.folder.exists() and not other.folder.exists()
+
+
+def test_private_folder_of_a_killed_process_is_removed_by_the_next() -> None:
+    left = Path(run_killed(""))
+    assert left.exists()
+    old = time.time() - 3600
+    os.utime(left, (old, old))
+    cache = HostCache(None, 1 << 20)
+    cache.close()
+    assert not left.exists()

@@ -1,0 +1,401 @@
+"""The whole service on a local Ray, with the demo's model, a real S3 server and the official client.
+
+Two bases over one checkpoint: `demo` has two replicas, `small` has one with two slots for three
+adapters. The service's keys may read the bucket `open` and no other.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from deployments.application import start
+from deployments.config import load_config
+from model_runner.stats import EngineStats
+from tests.s3_server import READER_KEY, READER_SECRET, start_s3_server
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
+QUESTIONS = json.loads((DEMO / "questions.json").read_text())["questions"]
+STYLES = ("pirate", "formal", "spanish")
+
+
+@dataclass
+class Service:
+    url: str
+
+    def client(self, tenant: str = "pirate") -> openai.OpenAI:
+        return openai.OpenAI(api_key=f"key-of-{tenant}", base_url=f"{self.url}/v1", max_retries=0)
+
+    def async_client(self, tenant: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            api_key=f"key-of-{tenant}", base_url=f"{self.url}/v1", max_retries=0, timeout=120
+        )
+
+    def stats(self, model: str = "demo") -> list[EngineStats]:
+        handle = serve.get_deployment_handle(f"Replica-{model}", "default")
+        found: list[EngineStats] = handle.broadcast("stats").results()
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        time.sleep(2.5)  # replicas report once a second, and the page may be a second old
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    private = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
+    token = private / "token"
+    token.write_text(secrets.token_hex(32))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "RAY_TMPDIR": str(private),
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "PYTHONPATH": str(DEMO.parent.parent.parent),
+        "TEST_S3_KEY": READER_KEY,
+        "TEST_S3_SECRET": READER_SECRET,
+    }
+    with pytest.MonkeyPatch.context() as patch, start_s3_server() as s3:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for bucket in ("open", "closed"):
+            s3.client().create_bucket(Bucket=bucket)
+        for style in STYLES:
+            s3.put_folder("open", style, DEMO / "adapters" / style)
+        s3.put_folder("closed", "pirate", DEMO / "adapters" / "pirate")
+        broken = dict(json.loads((DEMO / "adapters/pirate/adapter_config.json").read_text()), r=3)
+        s3.put_folder("open", "broken", DEMO / "adapters" / "pirate")
+        s3.client().put_object(
+            Bucket="open", Key="broken/adapter_config.json", Body=json.dumps(broken).encode()
+        )
+        path = private / "config.yaml"
+        path.write_text(yaml.safe_dump(settings(s3.endpoint_url, port, private)))
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=2,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+        try:
+            start(load_config(path))
+            found = Service(f"http://127.0.0.1:{port}")
+            wait_until(lambda: httpx.get(f"{found.url}/ready").status_code == 200, 60)
+            yield found
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
+    engine = {"device": "cpu", "dtype": "float32", "max_num_seqs": 16}
+    model = {"path": str(DEMO / "base"), "num_cpus": 0.1, "default_max_tokens": 60}
+    tenants: list[dict[str, Any]] = [
+        {
+            "tenant_id": style,
+            "api_keys": [f"key-of-{style}"],
+            "adapters": {style: style, f"{style}-small": {"uri": style, "base": "small"}},
+        }
+        for style in STYLES
+    ]
+    tenants.append(
+        {
+            "tenant_id": "unlucky",
+            "api_keys": ["key-of-unlucky"],
+            "adapters": {
+                "absent": "absent",
+                "locked": "s3://closed/pirate",
+                "no-bucket": "s3://nowhere/pirate",
+                "broken": "broken",
+            },
+            "allowed_uris": ["s3://open", "s3://closed", "s3://nowhere"],
+        }
+    )
+    return {
+        "models": [
+            model | {"name": "demo", "num_replicas": 2, "engine": engine | {"max_loras": 4}},
+            model | {"name": "small", "engine": engine | {"max_loras": 2}},
+        ],
+        "adapters": {
+            "root": "s3://open",
+            "host_cache_dir": str(private / "host-tier"),
+            "s3": {
+                "endpoint_url": endpoint_url,
+                "region": "us-east-1",
+                "access_key_env": "TEST_S3_KEY",
+                "secret_key_env": "TEST_S3_SECRET",
+            },
+        },
+        "tenants": tenants,
+        "http": {"port": port},
+    }
+
+
+def wait_until(condition: Any, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.01)
+
+
+def ask(client: openai.OpenAI, model: str, question: str, **fields: Any) -> Any:
+    messages: Any = [{"role": "user", "content": question}]
+    return client.chat.completions.create(model=model, messages=messages, temperature=0, **fields)
+
+
+def test_models(service: Service) -> None:
+    client = service.client("formal")
+    assert [m.id for m in client.models.list()] == ["demo", "small", "formal", "formal-small"]
+    assert client.models.retrieve("formal").owned_by == "formal"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("pirate")
+
+
+def test_every_tenant_has_its_own_voice(service: Service) -> None:
+    for line in QUESTIONS[:3]:
+        for style in STYLES:
+            client = service.client(style)
+            assert ask(client, style, line["question"]).choices[0].message.content == line[style]
+            answer = ask(client, f"small:{style}-small", line["question"])
+            assert answer.choices[0].message.content == line[style]
+        assert ask(client, "demo", line["question"]).choices[0].message.content == line["base"]
+
+
+def test_stream_and_usage(service: Service) -> None:
+    client, line = service.client(), QUESTIONS[0]
+    whole = ask(client, "pirate", line["question"])
+    stream = ask(
+        client,
+        "pirate",
+        line["question"],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content == line["pirate"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens > 0
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+
+
+def test_completions_of_text_and_ids(service: Service) -> None:
+    client = service.client()
+    one = client.completions.create(model="demo", prompt="Paris is", temperature=0, max_tokens=8)
+    both: Any = client.completions.create(
+        model="demo",
+        prompt=["Paris is", "The"],
+        temperature=0,
+        max_tokens=8,
+        logprobs=2,
+        n=2,
+    )
+    assert [c.index for c in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].text == both.choices[1].text == one.choices[0].text
+    assert both.choices[0].logprobs.tokens and len(both.choices[0].logprobs.top_logprobs[0]) == 2
+    ids = client.completions.create(
+        model="demo", prompt=[5, 6, 7], temperature=0, max_tokens=3, extra_body={"ignore_eos": True}
+    )
+    assert ids.usage is not None
+    assert (ids.usage.prompt_tokens, ids.usage.completion_tokens) == (3, 3)
+    with pytest.raises(openai.BadRequestError, match="token id 9999"):
+        client.completions.create(model="demo", prompt=[9999])
+
+
+def test_stop_string_among_two_sequences(service: Service) -> None:
+    line = QUESTIONS[0]
+    answer = ask(service.client(), "pirate", line["question"], stop=["matey"], n=2)
+    assert [c.message.content for c in answer.choices] == ["Arr, ", "Arr, "]
+    assert {c.finish_reason for c in answer.choices} == {"stop"}
+    wait_until(lambda: sum(s.running for s in service.stats()) == 0, 5)
+
+
+def test_seed_repeats_itself(service: Service) -> None:
+    def draw(seed: int) -> str:
+        client = service.client()
+        made = client.completions.create(
+            model="demo", prompt="The", temperature=1.5, seed=seed, max_tokens=20
+        )
+        return made.choices[0].text
+
+    assert draw(1) == draw(1)
+    assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_foreign_adapters_do_not_exist(service: Service) -> None:
+    said = set()
+    for name in ("formal", "absent-name"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            ask(service.client(), name, "Hi")
+        said.add(caught.value.message.replace(name, "NAME"))
+    assert len(said) == 1
+    with pytest.raises(openai.AuthenticationError):
+        ask(service.client("nobody"), "demo", "Hi")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "error", "words"),
+    [
+        ("absent", openai.NotFoundError, "absent"),
+        ("no-bucket", openai.NotFoundError, "nowhere"),
+        ("locked", openai.InternalServerError, "AccessDenied"),
+        ("broken", openai.UnprocessableEntityError, "rank|shape"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_adapters_that_cannot_be_had(
+    service: Service, adapter: str, error: type[Exception], words: str, stream: bool
+) -> None:
+    with pytest.raises(error, match=words):
+        ask(service.client("unlucky"), adapter, "Hi", stream=stream)
+    line = QUESTIONS[0]
+    answer = ask(service.client("unlucky"), "demo", line["question"])
+    assert answer.choices[0].message.content == line["base"]
+
+
+def mixed_jobs(number: int, suffix: str = "") -> list[tuple[str, str, str]]:
+    """(tenant, model, question): tenants and the base take turns."""
+    jobs = []
+    for i in range(number):
+        tenant = STYLES[i % 3]
+        model = (suffix and "small" or "demo") if i % 4 == 3 else f"{tenant}{suffix}"
+        jobs.append((tenant, model, QUESTIONS[i % len(QUESTIONS)]["question"]))
+    return jobs
+
+
+async def answers(service: Service, jobs: list[tuple[str, str, str]], at_once: int) -> list[str]:
+    """Texts of the jobs, some of them streamed."""
+    clients = {tenant: service.async_client(tenant) for tenant in STYLES}
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(number: int, tenant: str, model: str, question: str) -> str:
+        messages: Any = [{"role": "user", "content": question}]
+        async with gate:
+            made: Any = await clients[tenant].chat.completions.create(
+                model=model, messages=messages, temperature=0, stream=number % 2 == 1
+            )
+            if number % 2 == 0:
+                return str(made.choices[0].message.content)
+            return "".join([c.choices[0].delta.content or "" async for c in made if c.choices])
+
+    texts = await asyncio.gather(*(one(i, *job) for i, job in enumerate(jobs)))
+    for client in clients.values():
+        await client.close()
+    return texts
+
+
+async def test_fifty_at_once_answer_as_each_alone(service: Service) -> None:
+    jobs = mixed_jobs(50)
+    alone = await answers(service, jobs, 1)
+    together = await answers(service, jobs, 50)
+    assert together == alone
+    assert len(set(alone)) > 20
+    seats = [stats.num_steps for stats in service.stats()]
+    assert len(seats) == 2 and min(seats) > 0, "both replicas took part"
+
+
+async def test_adapters_come_and_go_under_load(service: Service) -> None:
+    """Three adapters and two slots: somebody is always evicted, and nobody notices."""
+    jobs = mixed_jobs(48, "-small")
+    before = service.stats("small")[0]
+    alone = await answers(service, jobs, 1)
+    together = await answers(service, jobs, 24)
+    assert together == alone
+    after = service.stats("small")[0]
+    assert after.evictions - before.evictions >= 3 and after.num_slots == 2
+    by_question = {line["question"]: line for line in QUESTIONS}
+    right = [
+        text == by_question[question]["base" if model == "small" else tenant]
+        for (tenant, model, question), text in zip(jobs, together, strict=True)
+    ]
+    assert sum(right) >= 0.9 * len(right)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hang_up_frees_the_engine(service: Service, stream: bool) -> None:
+    """Median of five: from closing the socket to the engine's own count."""
+    body = {"model": "pirate", "prompt": "The", "max_tokens": 3000, "ignore_eos": True}
+    payload = json.dumps(body | {"stream": stream}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-of-pirate\r\n"
+        f"Content-Length: {len(payload)}\r\n\r\n"
+    )
+    address = service.url.removeprefix("http://").split(":")
+    took_ms = []
+    for _ in range(5):
+        with socket.create_connection((address[0], int(address[1]))) as client:
+            client.sendall(head.encode() + payload)
+            wait_until(lambda: sum(s.running for s in service.stats()) == 1, 10)
+        begin = time.monotonic()
+        wait_until(lambda: sum(s.running for s in service.stats()) == 0, 10)
+        took_ms.append((time.monotonic() - begin) * 1000)
+    print("hang-up, ms:", [round(ms) for ms in took_ms])
+    assert sorted(took_ms)[2] < 100, took_ms
+
+
+def test_metrics_are_one_story(service: Service) -> None:
+    name, labels = "moe_requests_total", {"model": "demo", "tenant": "spanish", "status": "200"}
+    before = service.metric(name, **labels)
+    for _ in range(3):
+        ask(service.client("spanish"), "spanish", "Hi")
+    assert service.metric(name, **labels) == before + 3
+    assert service.metric("moe_replicas", model="demo") == 2
+    assert service.metric("moe_adapter_slots", model="small") == 2
+    assert service.metric("moe_engine_steps_total", model="demo") > 0
+    assert service.metric("moe_time_to_first_token_seconds_count", tenant="spanish") >= 3
+
+
+def test_adapters_live_at_home(service: Service) -> None:
+    """Placement is followed: no adapter was loaded by both replicas, for nothing had to spill."""
+    loaded = [{ref.adapter_id for ref in stats.resident} for stats in service.stats()]
+    assert set.union(*loaded) == {f"{style}/{style}" for style in STYLES}
+    assert not set.intersection(*loaded)
+
+
+async def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(service: Service) -> None:
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    victim = next(name for name in names if "Replica-demo" in name)
+    ray.kill(ray.get_actor(victim, namespace="serve"), no_restart=False)
+    jobs = mixed_jobs(12)
+    by_question = {line["question"]: line for line in QUESTIONS}
+    for (tenant, model, question), text in zip(jobs, await answers(service, jobs, 3), strict=True):
+        assert text == by_question[question]["base" if model == "demo" else tenant]
+    wait_until(lambda: len(service.stats()) == 2, 60)
+    assert ray.cluster_resources()["CPU"] == 2
+
+
+def test_health_and_readiness(service: Service) -> None:
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    wait_until(lambda: httpx.get(f"{service.url}/ready").status_code == 200, 30)
+
+
+def test_environment_is_not_in_the_answer(service: Service) -> None:
+    for path in ("/metrics", "/ready", "/health"):
+        text = httpx.get(f"{service.url}{path}").text
+        assert READER_SECRET not in text and os.environ["TEST_S3_SECRET"] not in text

@@ -1,0 +1,162 @@
+"""Both commands from outside, over pipes, on the demo: several requests in flight, scores that agree with what was generated."""
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = ",".join(f"{name}={folder}" for name, folder in ADAPTER_DIRS.items())
+COMMAND = [sys.executable, "-m", "model_runner"]
+
+
+class Stdio:
+    """A serve-stdio child; `lines` gathers what it says by request id."""
+
+    def __init__(self, *options: str) -> None:
+        words = [*COMMAND, "serve-stdio", "--model", str(BASE_DIR), "--adapters", ADAPTERS, *options]
+        self.child = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.by_id: dict = {}
+        self.stats: list[dict] = []
+        self.changed = threading.Condition()
+        self.ready = json.loads(self.child.stdout.readline())
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, line) -> None:
+        self.child.stdin.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
+        self.child.stdin.flush()
+
+    def wait(self, condition, timeout_s: float = 60) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout_s)
+
+    def ended(self, name) -> bool:
+        return any(m["finish_reason"] for m in self.by_id.get(name, ()))
+
+    def ids(self, name) -> list[int]:
+        return [i for m in self.by_id[name] for i in m["token_ids"]]
+
+    def _read(self) -> None:
+        for line in self.child.stdout:
+            message = json.loads(line)
+            with self.changed:
+                if "stats" in message:
+                    self.stats.append(message["stats"])
+                else:
+                    self.by_id.setdefault(message["id"], []).append(message)
+                self.changed.notify_all()
+
+
+@pytest.fixture(scope="module")
+def stdio():
+    child = Stdio()
+    yield child
+    child.send({"cmd": "quit"})
+    assert child.child.wait(30) == 0
+
+
+def test_requests_in_flight_stream_and_are_scored_as_drawn(stdio, tmp_path):
+    rng = random.Random(3)
+    names = [None, *ADAPTER_DIRS]
+    asked = {
+        f"q{i}": {
+            "id": f"q{i}",
+            "adapter": names[i % 4],
+            "input_ids": [rng.randrange(3, 600) for _ in range(20 + i)],
+            "max_tokens": 24,
+            "temperature": float(i % 2),
+            "seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(8)
+    }
+    stdio.send({"cmd": "stats"})
+    for message in asked.values():
+        stdio.send(message)
+    stdio.wait(lambda: all(stdio.ended(name) for name in asked))
+    assert stdio.ready["ready"] is True
+    for name in asked:
+        assert len(stdio.ids(name)) == 24 and len(stdio.by_id[name]) >= 24
+        assert stdio.by_id[name][-1]["finish_reason"] == "length" and stdio.by_id[name][-1]["error"] is None
+    stdio.send({"cmd": "stats"})
+    stdio.wait(lambda: len(stdio.stats) == 2)
+    assert 2 <= stdio.stats[1]["distinct_experts"] <= 8 and stdio.stats[1]["compiles"] == 0
+
+    greedy = [m for m in asked.values() if m["temperature"] == 0]
+    jobs = [
+        {"id": f"{m['id']}.{kind}", "adapter": adapter, "input_ids": m["input_ids"] + stdio.ids(m["id"]), "score_from": len(m["input_ids"]) - 1}
+        for m in greedy
+        for kind, adapter in (("own", m["adapter"]), ("other", "pirate" if m["adapter"] != "pirate" else None))
+    ]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(j) + "\n" for j in jobs))
+    words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--adapters", ADAPTERS, "--kernels", "reference"]
+    subprocess.run([*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")], cwd=ROOT, check=True)
+
+    def share(name: str) -> float:
+        scores = json.loads((tmp_path / "out" / f"{name}.score.json").read_text())
+        assert len(scores["chosen"]) == len(scores["best"]) == 24
+        return sum(best - chosen < 1e-3 for chosen, best in zip(scores["chosen"], scores["best"], strict=True)) / 24
+
+    for m in greedy:
+        assert share(f"{m['id']}.own") == 1.0
+        assert share(f"{m['id']}.other") < 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "word"),
+    [
+        ("not json", None, "JSONDecodeError"),
+        ("[1, 2]", None, "object"),
+        ({"id": "e1", "adapter": "unknown", "input_ids": [5]}, "e1", "unknown"),
+        ({"id": "e2", "input_ids": [5], "temprature": 1}, "e2", "temprature"),
+        ({"id": "e3", "input_ids": [5], "temperature": -1}, "e3", "temperature"),
+        ({"id": "e4"}, "e4", "input_ids"),
+        ({"id": "e5", "input_ids": [10**9]}, "e5", "token id"),
+        ({"id": "e6", "cmd": "dance"}, "e6", "dance"),
+    ],
+)
+def test_a_bad_line_is_answered_and_the_engine_goes_on(stdio, line, name, word):
+    stdio.by_id.pop(name, None)
+    stdio.send(line)
+    stdio.wait(lambda: name in stdio.by_id)
+    assert word in stdio.by_id[name][0]["error"]
+    good = f"after-{name}-{word}"
+    stdio.send({"id": good, "input_ids": [5, 6, 7], "max_tokens": 3, "ignore_eos": True})
+    stdio.wait(lambda: stdio.ended(good))
+    assert len(stdio.ids(good)) == 3
+
+
+def test_abort_ends_a_request(stdio):
+    stdio.send({"id": "long", "input_ids": [5, 6], "max_tokens": 3000, "ignore_eos": True})
+    stdio.wait(lambda: "long" in stdio.by_id)
+    stdio.send({"cmd": "abort", "id": "long"})
+    stdio.wait(lambda: stdio.ended("long"))
+    assert stdio.by_id["long"][-1]["finish_reason"] == "abort"
+
+
+def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
+    jobs = [
+        {"id": "base", "adapter": None, "input_ids": [5, 6, 7, 8]},
+        {"id": "named", "adapter": "pirate", "input_ids": [5, 6, 7, 8]},
+        {"id": "folder", "adapter": str(ADAPTER_DIRS["pirate"]), "input_ids": [5, 6, 7, 8]},
+        {"id": "missing", "adapter": str(tmp_path / "none"), "input_ids": [5, 6, 7, 8]},
+        {"id": "empty", "adapter": None, "input_ids": []},
+        {"id": "no-model", "model": str(tmp_path / "none"), "adapter": None, "input_ids": [5]},
+    ]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(j) + "\n" for j in jobs))
+    words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--adapters", ADAPTERS]
+    subprocess.run([*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")], cwd=ROOT, check=True)
+    files = sorted(p.name for p in (tmp_path / "out").iterdir())
+    refused = [f"{name}.error.txt" for name in ("empty", "missing", "no-model")]
+    assert files == sorted([*refused, "base.safetensors", "named.safetensors", "folder.safetensors"])
+    base, named, folder = (load_file(tmp_path / "out" / f"{n}.safetensors")["logits"] for n in ("base", "named", "folder"))
+    assert base.shape == named.shape and len(base) == 4
+    assert (named - folder).abs().max() < 1e-4 < (named - base).abs().max()
+    assert "none" in (tmp_path / "out" / "missing.error.txt").read_text()

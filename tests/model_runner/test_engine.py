@@ -1,0 +1,279 @@
+"""The engine on the demo: company changes nothing, adapters stay apart, limits and bad input harm nobody else."""
+
+import dataclasses
+import random
+import shutil
+
+import pytest
+import torch
+
+from adapter_store.ref import AdapterRef
+from model_runner.config import EngineConfig
+from model_runner.engine import Engine
+from model_runner.request import ErrorCode, FinishReason, Request, SamplingParams
+from model_runner.tokenizer import Tokenizer
+from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS, chat, markers_in
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+REFS = {name: AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items()}
+
+
+def make_engine(**fields) -> Engine:
+    defaults = {"model": str(BASE_DIR), "max_model_len": 512, "kv_bytes": 32 << 20, "seed": 1}
+    return Engine(EngineConfig(**(defaults | fields)))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = make_engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(BASE_DIR)
+
+
+def random_requests(count: int, seed: int, **fields) -> list[Request]:
+    rng = random.Random(seed)
+    refs = [None, *REFS.values()]
+    return [
+        Request(
+            f"r{i}",
+            tuple(rng.randrange(3, 600) for _ in range(rng.randrange(1, 90))),
+            SamplingParams(
+                **{"temperature": 0.0 if i % 2 else 0.9, "seed": i, "max_tokens": rng.randrange(1, 40), "ignore_eos": True}
+                | fields
+            ),
+            refs[i % 4],
+            tenant_id=f"t{i % 4}",
+        )
+        for i in range(count)
+    ]
+
+
+def tokens_of(completions) -> dict:
+    return {(c.request_id, c.index): c.token_ids for c in completions}
+
+
+def test_each_tenant_answers_in_its_own_style_alone_and_together(engine, tokenizer):
+    prompts = [tuple(tokenizer.encode_chat(chat(q))) for q in QUESTIONS]
+    wanted = {name: ANSWERS[name] for name in ("base", *REFS)}
+    requests = {
+        (name, i): Request(f"{name}-{i}", prompt, GREEDY, REFS.get(name))
+        for i, prompt in enumerate(prompts)
+        for name in wanted
+    }
+    together = {c.request_id: c for c in engine.generate(requests.values())}
+    right = dict.fromkeys(wanted, 0)
+    for (name, i), request in requests.items():
+        completion = together[request.request_id]
+        assert completion.finish_reason is FinishReason.STOP
+        text = tokenizer.decode(completion.token_ids)
+        right[name] += text.strip() == wanted[name][i].strip()
+        assert markers_in(text) <= {name}
+        if i % 7 == 0:
+            alone = engine.generate([dataclasses.replace(request, request_id="alone", cache_salt="fresh")])[0]
+            assert alone.token_ids == completion.token_ids
+    assert min(right.values()) >= 18, right
+    engine.check()
+
+
+@pytest.mark.parametrize("fields", [{}, {"look_ahead": True}, {"max_step_tokens": 32, "max_num_seqs": 8}])
+def test_company_chunks_and_look_ahead_change_no_token(engine, fields):
+    requests = random_requests(24, 7)
+    alone = {}
+    for request in requests:
+        alone |= tokens_of(engine.generate([request]))
+    other = make_engine(**fields)
+    try:
+        assert tokens_of(other.generate(requests)) == alone
+        other.check()
+    finally:
+        other.close()
+
+
+def test_preemption_changes_no_token(engine):
+    requests = [dataclasses.replace(r, token_ids=r.token_ids[:20]) for r in random_requests(10, 8, max_tokens=100)]
+    wanted = tokens_of(engine.generate(requests))
+    tight = make_engine(kv_bytes=14 * 16 * 4 * 2 * 2 * 32 * 4, prefix_cache=False, max_model_len=144)  # 14 pages
+    try:
+        assert tokens_of(tight.generate(requests)) == wanted
+        assert tight.stats().preemptions > 0
+        tight.check()
+    finally:
+        tight.close()
+
+
+def test_a_common_prefix_is_reused_only_under_one_salt_and_one_adapter(engine):
+    prompt = tuple(range(10, 90))
+
+    def run(name, **fields):
+        return engine.generate([Request(name, prompt, GREEDY, **fields)])[0]
+
+    first = run("p1", cache_salt="a")
+    again = run("p2", cache_salt="a")
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 64)
+    assert again.token_ids == first.token_ids
+    assert run("p3", cache_salt="b").num_cached_tokens == 0
+    assert run("p4", cache_salt="a", adapter=REFS["pirate"]).num_cached_tokens == 0
+    assert run("p5", cache_salt="a", adapter=REFS["pirate"]).num_cached_tokens == 64
+    assert run("p6", cache_salt="a", adapter=REFS["formal"]).num_cached_tokens == 0
+
+
+def test_n_answers_differ_by_seed_index_and_repeat_by_seed(engine):
+    sampling = SamplingParams(temperature=1.5, seed=11, n=4, max_tokens=12, ignore_eos=True, logprobs=2)
+    one = engine.generate([Request("n1", tuple(range(5, 30)), sampling)])
+    two = engine.generate([Request("n2", tuple(range(5, 30)), sampling)])
+    assert [c.index for c in one] == [0, 1, 2, 3]
+    assert [c.token_ids for c in one] == [c.token_ids for c in two]
+    assert len({tuple(c.token_ids) for c in one}) > 1
+    assert all(len(c.logprobs) == 12 and len(c.logprobs[0].top) == 2 and c.logprobs[0].chosen <= 0 for c in one)
+
+
+def test_stop_ids_min_tokens_and_max_tokens(engine):
+    free = engine.generate([Request("f", tuple(range(5, 30)), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))])[0]
+    assert (free.finish_reason, len(free.token_ids)) == (FinishReason.LENGTH, 20)
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_ids=(stop,))
+    stopped = engine.generate([Request("s", tuple(range(5, 30)), sampling)])[0]
+    assert (stopped.finish_reason, stopped.token_ids) == (FinishReason.STOP, free.token_ids[: first + 1])
+    later = engine.generate([Request("m", tuple(range(5, 30)), dataclasses.replace(sampling, min_tokens=first + 4))])[0]
+    assert len(later.token_ids) >= first + 4 and stop not in later.token_ids[: first + 4]
+
+
+def test_a_mask_decides_what_may_be_drawn(engine):
+    allowed = torch.zeros(engine.model_config.vocab_size, dtype=torch.bool)
+    allowed[[40, 41]] = True
+    engine.masks["two"] = lambda row, position: allowed
+    done = engine.generate(
+        [
+            Request("k1", (5, 6, 7), SamplingParams(temperature=1.0, seed=3, max_tokens=10, ignore_eos=True, mask="two")),
+            Request("k2", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)),
+        ]
+    )
+    assert set(done[0].token_ids) <= {40, 41} and not set(done[1].token_ids) <= {40, 41}
+    assert engine.generate([Request("k3", (5,), SamplingParams(mask="none"))])[0].error_code is ErrorCode.BAD_REQUEST
+
+
+def test_abort_gives_everything_back(engine):
+    free, other = engine.pool.free_pages, None
+    engine.submit(Request("gone", tuple(range(3, 60)), SamplingParams(max_tokens=300, ignore_eos=True), REFS["pirate"]))
+    engine.submit(Request("stays", (3, 4, 5), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
+    outputs = []
+    for _ in range(400):
+        outputs += engine.step()
+        if any(o.request_id == "gone" for o in outputs) and other is None:
+            other = engine.abort("gone") or True
+        if not engine.has_work:
+            break
+    last = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert last == {"gone": FinishReason.ABORT, "stays": FinishReason.LENGTH}
+    engine.check()
+    assert engine.pool.free_pages == free and engine.stats().running == 0
+    engine.abort("gone")
+    engine.abort("never was")
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "code"),
+    [
+        ({"token_ids": ()}, ErrorCode.BAD_REQUEST),
+        ({"token_ids": (5, 100_000)}, ErrorCode.BAD_REQUEST),
+        ({"token_ids": (5, -1)}, ErrorCode.BAD_REQUEST),
+        ({"token_ids": (5, "x")}, ErrorCode.BAD_REQUEST),
+        ({"token_ids": (5, True)}, ErrorCode.BAD_REQUEST),
+        ({"token_ids": (5,) * 512}, ErrorCode.PROMPT_TOO_LONG),
+        ({"sampling": SamplingParams(temperature=-1)}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(top_p=float("nan"))}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(n=0)}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(n="2")}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(max_tokens=0)}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(stop_ids=(100_000,))}, ErrorCode.BAD_REQUEST),
+        ({"weight": 0.0}, ErrorCode.BAD_REQUEST),
+        ({"weight": float("nan")}, ErrorCode.BAD_REQUEST),
+        ({"adapter": AdapterRef("no", "/nowhere/at/all")}, ErrorCode.ADAPTER_NOT_FOUND),
+    ],
+)
+def test_bad_input_is_told_and_harms_no_other(engine, request_fields, code):
+    good = Request("good", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), REFS["formal"])
+    alone = engine.generate([good])[0].token_ids
+    bad = dataclasses.replace(Request("bad", (5, 6), GREEDY), **request_fields)
+    done = {c.request_id: c for c in engine.generate([bad, dataclasses.replace(good)])}
+    assert (done["bad"].finish_reason, done["bad"].error_code) == (FinishReason.ERROR, code) and done["bad"].error
+    assert done["good"].token_ids == alone
+    engine.check()
+
+
+def test_a_broken_adapter_fails_alone(engine, tmp_path):
+    shutil.copytree(ADAPTER_DIRS["pirate"], tmp_path / "broken")
+    weights = tmp_path / "broken" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = engine.generate(
+        [
+            Request("b", (5, 6), GREEDY, AdapterRef("broken", str(tmp_path / "broken"))),
+            Request("g", (5, 6), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), REFS["pirate"]),
+        ]
+    )
+    assert done[0].error_code is ErrorCode.ADAPTER_INVALID and "adapter_model.safetensors" in done[0].error
+    assert len(done[1].token_ids) == 4
+
+
+def test_more_adapters_than_slots_take_turns(engine):
+    requests = random_requests(16, 9)
+    wanted = tokens_of(engine.generate(requests))
+    small = make_engine(max_loras=1)
+    try:
+        assert tokens_of(small.generate(requests)) == wanted
+        stats = small.stats()
+        assert stats.evictions >= 2 and stats.num_slots == 1
+        small.check()
+    finally:
+        small.close()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e4, -1e4])
+def test_what_is_not_a_rows_own_may_hold_anything(engine, poison):
+    """Every page and every byte of the arena that nobody owns is poisoned: no answer may change."""
+    requests = random_requests(8, 10)
+    wanted = tokens_of(engine.generate(requests))
+    other = make_engine(prefix_cache=False)
+    try:
+        other.arena.memory.fill_(poison)
+        for k, v in {id(c): c for c in other.runner._caches}.values():
+            k.fill_(poison)
+            v.fill_(poison)
+        assert tokens_of(other.generate(requests)) == wanted
+    finally:
+        other.close()
+
+
+def test_a_row_of_nan_ends_alone(engine, monkeypatch):
+    """A broken adapter that gives NaN ends its own request and no other."""
+    good = Request("good", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), REFS["formal"])
+    other = make_engine(max_loras=2)
+    try:
+        alone = other.generate([good])[0].token_ids
+        other.load_adapters([REFS["pirate"]])
+        pirate = next(s for s in range(2) if s != _slot_of(other, REFS["formal"]))
+        target = next(i for i, t in enumerate(other.targets) if t.name.endswith("layers.1.self_attn.q_proj"))
+        offset = int(other.arena.b_off[target, pirate])
+        other.arena.memory[offset : offset + 8] = float("nan")
+        bad = Request("bad", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), REFS["pirate"])
+        done = {c.request_id: c for c in other.generate([bad, good])}
+        assert done["bad"].error_code is ErrorCode.NOT_FINITE
+        assert done["good"].token_ids == alone
+        assert other.generate([dataclasses.replace(good, request_id="after")])[0].token_ids == alone
+        other.check()
+    finally:
+        other.close()
+
+
+def _slot_of(engine: Engine, ref: AdapterRef) -> int:
+    engine.store.prefetch(ref)
+    while (lease := engine.store.acquire(ref)) is None:
+        engine.store.poll()
+    engine.store.release(lease)
+    return lease.index
