@@ -1,9 +1,12 @@
-"""The adapter memory of one device: one tensor of fixed address, and the tables that say which bytes are whose.
+"""The adapter memory of one device: one tensor of fixed address, and the tables that say which
+bytes are whose.
 
-Who lives where is decided elsewhere (slot_table); what kernels make of the tables is theirs. On a CPU the same, without streams.
+Who lives where is decided elsewhere (slot_table); what kernels make of the tables is theirs. On a
+CPU the same, without streams.
 
-Bytes come in on any one thread (`copy_in`) and show in no table. Tables change on the engine's thread: `show` and `clear` write a
-host copy, `publish` sends it, on the stream that computes, so that a step sees the tables either before or after, never between.
+Bytes come in on any one thread (`copy_in`) and show in no table. Tables change on the engine's
+thread: `show` and `clear` write a host copy, `publish` sends it, on the stream that computes, so
+that a step sees the tables either before or after, never between.
 """
 
 from collections.abc import Sequence
@@ -13,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapter_store.packed import ALIGN_BYTES, PackedAdapter, PackedLayout, padded_rank
+from adapter_store.packed import PackedAdapter
+from adapter_store.packed_layout import ALIGN_BYTES, PackedLayout, padded_rank
 from adapter_store.slot_table import Span
 from adapter_store.weights import LoraTarget
 
+_cuda: Any = torch.cuda  # torch types it only in part
 _STAGING_BYTES = 8 << 20
 _NUM_STAGING = 3
 _NUM_MIRRORS = 2
@@ -24,7 +29,7 @@ _NUM_MIRRORS = 2
 
 @dataclass(frozen=True)
 class SlotRows:
-    """What the tables will say of one adapter: columns [N] on the host, offsets in elements of the memory."""
+    """What the tables will say of one adapter: columns [N] on the host, offsets in elements."""
 
     a_off: Tensor
     b_off: Tensor
@@ -36,10 +41,12 @@ class SlotRows:
 class AdapterArena:
     """Memory and tables for the adapters of one device.
 
-    Shapes:  memory [num_bytes / itemsize];  a_off, b_off, a_stride, b_stride [N, L] int64;  lora_rank [N, L] int32
-             N targets in the model's order, L slots;  as kernels/lora_tables.py documents them
+    Shapes:  memory [num_bytes / itemsize];  a_off, b_off, a_stride, b_stride [N, L] int64;
+             lora_rank [N, L] int32;  N targets in the model's order, L slots;  what each one
+             says stands in kernels/lora_tables.py
     Units:   offsets and strides in elements; an offset of -1 and a rank of 0 mean no delta
     num_bytes is rounded down, max_rank up to what memory holds (multiples of 256 and 8).
+    copy_stream  CUDA only: where copies run, None = a stream of its own
     All six tensors keep their addresses as long as the arena lives.
     """
 
@@ -51,6 +58,7 @@ class AdapterArena:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         max_rank: int = 64,
+        copy_stream: Any = None,
     ) -> None:
         self.targets = tuple(targets)
         self.num_slots = num_slots
@@ -70,10 +78,11 @@ class AdapterArena:
         self._host = torch.zeros(num_cells * 36, dtype=torch.uint8)
         self._host_views = self._views(self._host)
         self._mirrors = [
-            _Mirror(torch.zeros_like(self._host, pin_memory=True))
+            _Mirror(torch.zeros(num_cells * 36, dtype=torch.uint8, pin_memory=True))
             for _ in range(_NUM_MIRRORS if self._is_cuda else 0)
         ]
-        self._staging: _Staging | None = None
+        # Now, and not at the first copy: pinning memory would break a graph that is being captured.
+        self._staging = _Staging(self.device, copy_stream) if self._is_cuda else None
         self._dirty = False
         for slot in range(num_slots):
             self.clear(slot)
@@ -102,9 +111,9 @@ class AdapterArena:
         return SlotRows(a_off, b_off, a_stride, b_stride, lora_rank)
 
     def copy_in(self, packed: PackedAdapter, spans: Sequence[Span], stream: Any = None) -> SlotRows:
-        """Copy an adapter into its spans, first layer first, and wait until it is there; no table names it yet.
+        """Copy an adapter into its spans, first layer first, and wait until it is there.
 
-        Blocks: for the copy thread. On a GPU through pinned buffers on a stream of its own (or `stream`), beside the steps.
+        Blocks: for the copy thread. On a GPU through pinned buffers, on a stream beside the steps.
         At most one call at a time. Who frees spans must know that no running step reads them.
         Errors:  AssertionError if the spans are not the packed adapter's.
         """
@@ -113,9 +122,7 @@ class AdapterArena:
         for span in spans:
             source = packed.layout.ends[span.first]
             pieces.append((source, span.start, span.size))
-        if self._is_cuda:
-            if self._staging is None:
-                self._staging = _Staging(self.device, stream)
+        if self._staging is not None:
             self._staging.copy(packed.data, self._bytes, pieces)
         else:
             for source, start, size in pieces:
@@ -138,9 +145,10 @@ class AdapterArena:
     def publish(self, stream: Any = None) -> bool:
         """Send changed tables to the device; whether they are all sent.
 
-        stream  CUDA only: the one that steps run on (None: the calling thread's current one). The copy is ordered with
-                the steps on it, before the next and after the last. Never waits: if the last two tables are still on
-                their way, False, and the next call tries again.
+        stream  CUDA only: the one that steps run on (None: the calling thread's current one). The
+                copy is ordered with the steps on it, before the next and after the last. Never
+                waits: if the last two tables are still on their way, False, and the next call tries
+                again.
         """
         if not self._dirty:
             return True
@@ -167,17 +175,17 @@ class _Mirror:
 
     def __init__(self, block: Tensor) -> None:
         self._block = block
-        self._sent: torch.cuda.Event | None = None
+        self._sent: Any = None
 
     def is_free(self) -> bool:
-        return self._sent is None or self._sent.query()
+        return self._sent is None or bool(self._sent.query())
 
     def send(self, host: Tensor, tables: Tensor, stream: Any) -> None:
         self._block.copy_(host)
-        stream = stream or torch.cuda.current_stream(tables.device)
-        with torch.cuda.stream(stream):
+        stream = stream or _cuda.current_stream(tables.device)
+        with _cuda.stream(stream):
             tables.copy_(self._block, non_blocking=True)
-            self._sent = torch.cuda.Event()
+            self._sent = _cuda.Event()
             self._sent.record(stream)
 
 
@@ -186,17 +194,17 @@ class _Staging:
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         self._device = device
-        self._stream = stream or torch.cuda.Stream(device)
+        self._stream = stream or _cuda.Stream(device)
         self._buffers = [
             torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
             for _ in range(_NUM_STAGING)
         ]
-        self._free = [torch.cuda.Event() for _ in range(_NUM_STAGING)]
+        self._free = [_cuda.Event() for _ in range(_NUM_STAGING)]
         self._turn = 0
 
     def copy(self, source: Tensor, target: Tensor, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Copy (source start, target start, size) pieces and wait for the last."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with _cuda.device(self._device), _cuda.stream(self._stream):
             for start, into, size in pieces:
                 for done in range(0, size, _STAGING_BYTES):
                     count = min(_STAGING_BYTES, size - done)

@@ -1,12 +1,14 @@
 """The host tier: a byte-budgeted folder of packed adapters, shared by all processes of a machine.
 
-Best in shared memory (tmpfs), where a mapped file is memory already; any folder works. All truth is in the folder, so a
-process may die at any time: names appear by atomic rename, and all locks are flocks, which die with their owner.
-Not here: what is in a file (packed) and how it gets there (loader). Every method blocks; call none from the engine's thread.
+Best in shared memory (tmpfs), where a mapped file is memory already; any folder works. All truth is
+in the folder, so a process may die at any time: names appear by atomic rename, and all locks are
+flocks, which die with their owner. Not here: what is in a file (packed) and how it gets there
+(loader). Every method blocks; call none from the engine's thread.
 
-Folder:  packed/DIGEST-FINGERPRINT.lora   newest use = modification time; a reader holds a shared flock on it
+Folder:  packed/DIGEST-FINGERPRINT.lora   modified when last used; readers hold a shared flock
          alias/URI-REVISION               holds the digest that this uri had at this revision
-         lock/NAME                        flocked by the one who fills NAME;  scratch/NAME  of one living process each
+         lock/NAME                        flocked by the one who fills NAME
+         scratch/NAME                     of one living process, who flocks NAME.owner
 """
 
 import fcntl
@@ -24,7 +26,8 @@ from pathlib import Path
 import torch
 
 from adapter_store.errors import AdapterUnavailable, StoreFull
-from adapter_store.packed import PackedAdapter, PackedFileError, fingerprint, reserve
+from adapter_store.packed import PackedAdapter, PackedFileError, reserve
+from adapter_store.packed_layout import fingerprint
 from adapter_store.weights import LoraTarget
 
 _POLL_S = 0.02
@@ -35,9 +38,10 @@ _PRIVATE_PREFIX = "adapter-cache-"
 class HostCache:
     """Packed adapters in a folder, at most `max_bytes` of them. What is being fetched comes on top.
 
-    folder  None: a private one in shared memory, removed by `close` and at exit; one left by a killed process is removed
-            by the next who makes one
-    lock_timeout_s  how long to wait for another process that fetches the same;  room_timeout_s  for room in the budget
+    folder  None: a private one in shared memory, removed by `close` and at exit; one left by a
+            killed process is removed by the next who makes one
+    lock_timeout_s  how long to wait for another process that fetches the same;  room_timeout_s  for
+                    room in the budget
     Safe to use from several threads and processes at once.
     """
 
@@ -63,7 +67,7 @@ class HostCache:
         self._remove_leftovers()
 
     def close(self) -> None:
-        """Stop waiting for locks, and remove a private folder. Adapters that are open stay readable."""
+        """Stop waiting for locks; remove a private folder. Open adapters stay readable."""
         self._cancelled = True
         if self._private:
             self._finalizer()
@@ -71,9 +75,10 @@ class HostCache:
     def open(
         self, digest: str, targets: Sequence[LoraTarget], dtype: torch.dtype
     ) -> PackedAdapter | None:
-        """The packed adapter, marked as just used; None if it is not here. A damaged file is removed and is not here.
+        """The packed adapter, marked as just used; None if it is not here.
 
-        The checksum is read the first time that this process meets the file.
+        The checksum is read the first time that this process meets the file. A damaged file is
+        removed, and is not here.
         """
         name = f"{digest}-{fingerprint(targets, dtype)}.lora"
         path = self.folder / "packed" / name
@@ -102,10 +107,11 @@ class HostCache:
         num_bytes: int,
         fill: Callable[[Path], object],
     ) -> None:
-        """Make room, let `fill` write a file, and let it appear under its name. Nothing stays if `fill` raises.
+        """Make room, let `fill` write a file, and show it. Nothing stays if `fill` raises.
 
         num_bytes  of the file, as an upper bound
-        Errors:  StoreFull if it is larger than the budget;  AdapterUnavailable if all room is in use or the disk is full.
+        Errors:  StoreFull if it is larger than the budget;  AdapterUnavailable if all room is in
+                 use or the disk is full.
         """
         path = self.folder / "packed" / f"{digest}-{fingerprint(targets, dtype)}.lora"
         part = self.folder / "scratch" / f"{path.name}.{uuid.uuid4().hex}"
@@ -120,7 +126,7 @@ class HostCache:
             self._verified.add((path.name, inode))
 
     def _reserve(self, part: Path, num_bytes: int) -> None:
-        """Take room for a file: remove the longest unused adapters; wait while all that remains is in use."""
+        """Take room for a file: remove the longest unused ones; wait while all are in use."""
         if num_bytes > self.max_bytes:
             raise StoreFull(f"{num_bytes} bytes do not fit the host tier of {self.max_bytes} bytes")
         deadline = time.monotonic() + self._room_timeout_s
@@ -165,7 +171,7 @@ class HostCache:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for files in between; removed at the end, or by somebody else if this process dies."""
+        """A folder for a while; somebody else removes it if this process dies."""
         path = self.folder / "scratch" / uuid.uuid4().hex
         with self._owned(path):
             path.mkdir()
@@ -173,7 +179,7 @@ class HostCache:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """One holder at a time over all threads and processes. AdapterUnavailable if it takes too long."""
+        """One holder over all threads and processes. AdapterUnavailable if it takes too long."""
         path = self.folder / "lock" / name
         deadline = time.monotonic() + self._lock_timeout_s
         while (file := _try_lock(path)) is None:
@@ -183,7 +189,7 @@ class HostCache:
         try:
             yield
         finally:
-            # Unlinked while held: who opened the old name finds another inode there and tries again.
+            # Unlinked while held: who opened the old name sees another inode and tries again.
             path.unlink(missing_ok=True)
             os.close(file)
 
@@ -206,7 +212,7 @@ class HostCache:
         return [(path, size) for _, path, size in sorted(_stamped(self._packed()))]
 
     def _remove_leftovers(self) -> None:
-        """Scratch whose owner died, half-written aliases, and locks and packed files that nobody can need."""
+        """Remove scratch whose owner died, and aliases that are old."""
         with self.lock("leftovers"):
             for path in sorted((self.folder / "scratch").iterdir()):
                 owner = path if path.suffix == ".owner" else path.with_name(f"{path.name}.owner")

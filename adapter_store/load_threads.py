@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoadThreads:
-    """`count` threads over one queue. A job must not raise; if it does, that is logged and the thread lives on."""
+    """`count` threads over one queue. A job must not raise; if it does, that is logged."""
 
     def __init__(self, name: str, count: int) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -1,6 +1,6 @@
-"""A ref -> its packed file in the host tier: source, format and cache put together. Blocks; runs in the store's threads.
+"""A ref -> its packed file in the host tier: source, format and cache put together.
 
-Not here: who waits for it and where it goes on the device (store).
+Blocks: for the store's threads. Not here: who waits for it and where it goes on the device (store).
 """
 
 import hashlib
@@ -17,12 +17,11 @@ from adapter_store.errors import AdapterError, AdapterInvalid, AdapterNotFound, 
 from adapter_store.host_cache import HostCache
 from adapter_store.packed import (
     PackedAdapter,
-    PackedLayout,
     content_digest,
     packed_bytes,
-    padded_rank,
     write_packed,
 )
+from adapter_store.packed_layout import PackedLayout, padded_rank
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.registry import open_source, scheme_of
 from adapter_store.sources.source import S3Options, Source
@@ -46,7 +45,8 @@ class HostAdapter:
 
 
 class AdapterLoader:
-    """Fetches and converts adapters, each content once over all threads and processes that share the cache.
+    """Fetches and converts adapters, each content once over all threads and processes that share
+    the cache.
 
     load_adapter  (folder, targets, max_rank=) -> AdapterWeights, as formats.registry has it
     """
@@ -71,9 +71,10 @@ class AdapterLoader:
         self._lock = threading.Lock()
 
     def find(self, ref: AdapterRef) -> HostAdapter | str:
-        """The adapter if the host tier has it; else the revision that the source holds now. Reads no weights.
+        """The adapter if the host tier has it; else the revision that the source holds now.
 
-        A digest that this uri is known to have held is taken from the cache without asking the source.
+        A digest that this uri is known to have held is taken from the cache without asking the
+        source.
         Errors:  an AdapterError, whatever went wrong.
         """
         with _only_adapter_errors(ref):
@@ -89,7 +90,7 @@ class AdapterLoader:
             return revision if packed is None else self._describe(ref, packed, revision)
 
     def fetch(self, ref: AdapterRef, revision: str) -> HostAdapter:
-        """Bring what the uri holds now into the host tier. The ref's own revision is not looked at (`check_revision`).
+        """Bring what the uri holds now into the host tier, whatever revision the ref names.
 
         revision  as `find` gave it; if the source has moved on since, so does this
         Errors:  an AdapterError, whatever went wrong.
@@ -175,7 +176,7 @@ class AdapterLoader:
 
 
 def is_digest(text: str) -> bool:
-    """Whether a revision is a content digest (sha256 in hex) rather than a source's own name for it."""
+    """Whether a revision is a content digest (sha256 in hex), not a source's own name."""
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 

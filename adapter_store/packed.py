@@ -1,11 +1,13 @@
 """A converted adapter as one file: a JSON header, then the factors as the arena holds them.
 
-The data part is laid out exactly like the arena's spans, so that a load is a few large copies. alpha/r is folded into B
-already; the rank is padded with zero rows. Not here: where such files live (host_cache) and how they are read (formats).
+The data part is laid out exactly like the arena's spans, so that a load is a few large copies.
+alpha/r is folded into B already; the rank is padded with zero rows. Not here: where such files live
+(host_cache) and how they are read (formats).
 
-File:  8 bytes magic, 8 bytes header length (little endian), JSON, padding;  data from the next multiple of 256.
-Data:  for each adapted target in order of its index: A [E or 1, R, in], then B [E or 1, R, out], R the padded rank;
-       each factor starts at a multiple of 256 bytes, and the data end at one.
+File:  8 bytes magic, 8 bytes header length (little endian), JSON, padding;  data from the next
+       multiple of 256.
+Data:  for each adapted target in order of its index: A [E or 1, R, in], then B [E or 1, R, out], R
+       the padded rank; each factor starts at a multiple of 256 bytes, and the data end at one.
 """
 
 import fcntl
@@ -15,7 +17,6 @@ import mmap
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,15 +24,21 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.weights import AdapterWeights, LoraFactors, LoraTarget
+from adapter_store.packed_layout import (
+    ALIGN_BYTES,
+    FORMAT_VERSION,
+    RANK_MULTIPLE,
+    PackedLayout,
+    dtype_name,
+    fingerprint,
+    layout_of,
+    plan_layout,
+)
+from adapter_store.weights import AdapterWeights, LoraTarget
 
-ALIGN_BYTES = 256
-RANK_MULTIPLE = 8
-FORMAT_VERSION = 1
 LOADER_VERSION = 1
-"""Raised when a format's reader changes what it makes of the same bytes: old packed files are then not used again."""
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Raised when a format's reader changes what it makes of the same bytes: old packed files are then
+not used again."""
 
 _MAGIC = b"MLORAPK1"
 _MAX_HEADER_BYTES = 16 << 20
@@ -39,56 +46,7 @@ _CRC_CHUNK_BYTES = 4 << 20
 
 
 class PackedFileError(Exception):
-    """The file is no packed adapter for these targets: cut, damaged, or made for another model or version."""
-
-
-@dataclass(frozen=True)
-class PackedTarget:
-    """One adapted target of a packed adapter. Offsets count elements from the start of the data.
-
-    index      of the target in the model's tuple;  lora_rank  padded to a multiple of 8
-    a_experts, b_experts  1 or E;  a_stride, b_stride  from one expert to the next, 0 where there is one for all
-    """
-
-    index: int
-    lora_rank: int
-    a_experts: int
-    b_experts: int
-    a_offset: int
-    b_offset: int
-    a_stride: int
-    b_stride: int
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where every factor stands. Factor 2·i is A and 2·i + 1 is B of the i-th adapted target.
-
-    ends  bytes before each factor, the whole size last: factor f lies in [ends[f], ends[f + 1])
-    """
-
-    targets: tuple[PackedTarget, ...]
-    ends: tuple[int, ...]
-    itemsize: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.ends[-1]
-
-    @property
-    def max_rank(self) -> int:
-        return max((t.lora_rank for t in self.targets), default=0)
-
-
-def padded_rank(lora_rank: int) -> int:
-    """The rank that memory holds: the next multiple of 8."""
-    return -(-lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
-
-
-def fingerprint(targets: Sequence[LoraTarget], dtype: torch.dtype) -> str:
-    """Names the model's targets, the dtype and the file format: packed files of another fingerprint do not fit."""
-    text = json.dumps([FORMAT_VERSION, _dtype_name(dtype), [astuple(t) for t in targets]])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """The file is no packed adapter for these targets: cut, damaged, or of another model."""
 
 
 def content_digest(folder: Path) -> str:
@@ -101,59 +59,6 @@ def content_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def plan_layout(
-    targets: Sequence[LoraTarget],
-    shapes: Sequence[tuple[int, int, int, int]],
-    itemsize: int,
-) -> PackedLayout:
-    """Lay the factors out one after the other.
-
-    shapes  (target index, padded rank, a_experts, b_experts), in order of the index
-    """
-    placed: list[PackedTarget] = []
-    ends = [0]
-
-    def add(num_elements: int) -> int:
-        offset = ends[-1] // itemsize
-        num_bytes = num_elements * itemsize
-        ends.append(ends[-1] + -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
-        return offset
-
-    for index, lora_rank, a_experts, b_experts in shapes:
-        a_size = lora_rank * targets[index].in_features
-        b_size = lora_rank * targets[index].out_features
-        placed.append(
-            PackedTarget(
-                index=index,
-                lora_rank=lora_rank,
-                a_experts=a_experts,
-                b_experts=b_experts,
-                a_offset=add(a_experts * a_size),
-                b_offset=add(b_experts * b_size),
-                a_stride=a_size if a_experts > 1 else 0,
-                b_stride=b_size if b_experts > 1 else 0,
-            )
-        )
-    return PackedLayout(tuple(placed), tuple(ends), itemsize)
-
-
-def layout_of(
-    weights: AdapterWeights, targets: Sequence[LoraTarget], dtype: torch.dtype
-) -> PackedLayout:
-    """The layout that `write_packed` would give these weights."""
-    shapes = []
-    for index, target in enumerate(targets):
-        factors = weights.factors.get(target.name)
-        if factors is not None:
-            _check_factors(target, factors)
-            rank = padded_rank(factors.lora_rank)
-            shapes.append((index, rank, len(factors.a), len(factors.b)))
-    unknown = weights.factors.keys() - {t.name for t in targets}
-    if unknown:
-        raise AdapterInvalid("unbound_tensor", f"the model has no target {min(unknown)}")
-    return plan_layout(targets, shapes, dtype.itemsize)
-
-
 def write_packed(
     path: Path,
     weights: AdapterWeights,
@@ -164,8 +69,9 @@ def write_packed(
     """Write one adapter as one file; returns its size in bytes. Not atomic: the caller renames.
 
     digest  of the content it was made of, kept in the header
-    Errors:  AdapterInvalid ("shape", "unbound_tensor") if weights and targets do not fit each other, ("not_finite") if
-             a value is not finite or does not survive the cast;  OSError if the disk is full.
+    Errors:  AdapterInvalid ("shape", "unbound_tensor") if weights and targets do not fit each
+             other, ("not_finite") if a value is not finite or does not survive the cast;  OSError
+             if the disk is full.
     """
     layout = layout_of(weights, targets, dtype)
     factors = [
@@ -206,9 +112,10 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 class PackedAdapter:
-    """A packed file, open and mapped; nobody evicts it meanwhile (a shared lock on the file says so).
+    """A packed file, open and mapped; its shared flock keeps it from being evicted.
 
-    data  [num_bytes] uint8, a private map of the file: never write to it. Good until the last view of it is gone.
+    data  [num_bytes] uint8, a private map of the file: never write to it. Good until the last view
+          of it is gone.
     """
 
     def __init__(
@@ -228,10 +135,11 @@ class PackedAdapter:
         dtype: torch.dtype,
         verify: bool = True,
     ) -> "PackedAdapter":
-        """Open a file and trust nothing in it: every offset is computed again from ranks and the model's own sizes.
+        """Open a file and trust nothing in it: offsets are computed again from the model's sizes.
 
         verify  also check the data's checksum (reads all of it)
-        Errors:  PackedFileError if the file is not a whole packed adapter for these targets;  FileNotFoundError.
+        Errors:  PackedFileError if the file is not a whole packed adapter for these targets;
+                 FileNotFoundError.
         """
         file = open(path, "rb")  # noqa: SIM115  (lives as long as the adapter)
         try:
@@ -272,15 +180,6 @@ class PackedAdapter:
         self.close()
 
 
-def _check_factors(target: LoraTarget, factors: LoraFactors) -> None:
-    a, b = tuple(factors.a.shape), tuple(factors.b.shape)
-    for name, shape, last in (("A", a, target.in_features), ("B", b, target.out_features)):
-        good = len(shape) == 3 and shape[0] in (1, target.num_experts) and shape[1] >= 1
-        if not good or shape[2] != last or shape[1] != a[1]:
-            want = f"[{target.num_experts} or 1, r, {last}]"
-            raise AdapterInvalid("shape", f"{name} of {target.name} is {list(shape)}, not {want}")
-
-
 def _pad_rows(tensor: Tensor, lora_rank: int, dtype: torch.dtype) -> Tensor:
     rows = torch.zeros(len(tensor), lora_rank, tensor.shape[2], dtype=dtype)  # [E, R, in]
     rows[:, : tensor.shape[1]] = tensor
@@ -302,10 +201,6 @@ def _crc_of(data: Tensor) -> int:
     return crc
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
-
-
 def _data_start(header_bytes: int) -> int:
     return -(-header_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -321,7 +216,7 @@ def _header_bytes(
         "version": FORMAT_VERSION,
         "digest": digest,
         "fingerprint": fingerprint(targets, dtype),
-        "dtype": _dtype_name(dtype),
+        "dtype": dtype_name(dtype),
         "data_bytes": layout.num_bytes,
         "crc32": f"{crc:08x}",
         "targets": [vars(t) for t in layout.targets],
@@ -333,7 +228,7 @@ def _header_bytes(
 def _read_header(
     file: BinaryIO, targets: Sequence[LoraTarget], dtype: torch.dtype
 ) -> tuple[str, PackedLayout, int, int]:
-    """(digest, layout, start of the data, checksum) of a file; PackedFileError if a word of it is wrong."""
+    """(digest, layout, start of the data, checksum); PackedFileError if a word is wrong."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(16)
     length = int.from_bytes(head[8:16], "little")
@@ -356,7 +251,7 @@ def _read_header(
 def _read_layout(
     header: Mapping[str, Any], targets: Sequence[LoraTarget], dtype: torch.dtype
 ) -> PackedLayout:
-    """The layout made again from indices and ranks; PackedFileError if the header's offsets are others."""
+    """The layout made again from the ranks; PackedFileError if the header has another."""
     shapes, last = [], -1
     for entry in header["targets"]:
         index, rank, a, b = (entry[k] for k in ("index", "lora_rank", "a_experts", "b_experts"))

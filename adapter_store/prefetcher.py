@@ -1,6 +1,7 @@
-"""Which ref means which content, who waits for it, and bringing it into the host tier: the half of the store above the device.
+"""Which ref means which content, who waits for it, and bringing it into the host tier.
 
-One thread owns it (the engine's); its own threads only look and fetch, and report. Not here: slots and bytes of the device.
+One thread owns it (the engine's); its own threads only look and fetch, and report. Not here: slots
+and bytes of the device.
 """
 
 import time
@@ -12,7 +13,7 @@ from functools import partial
 from adapter_store.errors import AdapterError, AdapterUnavailable, StoreFull
 from adapter_store.load_threads import LoadThreads
 from adapter_store.loader import AdapterLoader, HostAdapter, check_revision, is_digest
-from adapter_store.packed import PackedLayout
+from adapter_store.packed_layout import PackedLayout
 from adapter_store.ref import AdapterRef
 
 _MAX_ENTRIES = 4096
@@ -24,7 +25,7 @@ Report = Callable[[Callable[[], None]], None]
 
 @dataclass
 class _Entry:
-    """One ref. digest: the content that it is bound to; looked_at: when its source was last asked for that.
+    """One ref. digest: the content that it is bound to; looked_at: when that was last asked for.
 
     loading: a look or a fetch is under way; fetching: the look found content that must be fetched
     """
@@ -41,7 +42,7 @@ class _Entry:
 
 @dataclass
 class _Content:
-    """One digest that refs are bound to. layout None: it has left the host tier, as far as we know."""
+    """One digest that refs are bound to. layout None: it is known to have left the host tier."""
 
     layout: PackedLayout | None = None
     refs: set[AdapterRef] = field(default_factory=set)
@@ -88,6 +89,10 @@ class Prefetcher:
         entry.waiters += 1
         self._refresh(entry)
 
+    def return_waiter(self, ref: AdapterRef) -> None:
+        """One who had left the waiters waits again; no reason to look anew."""
+        self._entry(ref).waiters += 1
+
     def drop_waiter(self, ref: AdapterRef) -> None:
         """One less waits."""
         entry = self._entries.get(ref)
@@ -95,10 +100,11 @@ class Prefetcher:
             entry.waiters = max(0, entry.waiters - 1)
 
     def resolve(self, ref: AdapterRef) -> str | None:
-        """The content to serve this ref with, now; None while that is not known. Starts a load if none was.
+        """The content to serve this ref with, now; None while that is not known.
 
-        While a source is asked whether it holds newer content, a known one waits for the answer, but not for long;
-        once it is known that there is newer content, that is waited for.
+        While a source is asked whether it holds newer content, a known one waits for the answer,
+        but not for long; once it is known that there is newer content, that is waited for.
+        Starts a load if none was.
         """
         entry = self._entry(ref)
         if entry.digest is None:
@@ -151,7 +157,7 @@ class Prefetcher:
             self._fail(self._entries[ref], error)
 
     def close(self) -> None:
-        """Stop the threads; one that hangs in the network is left behind after 5 s. Who waits gets an error."""
+        """Stop the threads, those that hang excepted. Who waits gets an error."""
         self._lookers.close(timeout_s=2.0)
         self._fetchers.close(timeout_s=3.0)
         for entry in self._entries.values():
@@ -164,7 +170,7 @@ class Prefetcher:
         if entry is None:
             entry = self._entries[ref] = _Entry(ref)
             content = self._contents.get(ref.revision)
-            # A digest that the same uri was bound to needs no look; another uri gives no right to it.
+            # A digest that the same uri had needs no look; another uri gives no right to it.
             if content is not None and any(known.uri == ref.uri for known in content.refs):
                 self._bind(entry, ref.revision)
             self._drop_old_entries()

@@ -1,9 +1,11 @@
-"""Who lives where in the arena: pure bookkeeping over slots and bytes. One owner, no threads, no torch, no clock.
+"""Who lives where in the arena: pure bookkeeping over slots and bytes. One owner, no threads, no
+torch, no clock.
 
-The memory is one range of bytes. An adapter is a row of factors that must each lie in one piece; it gets one span if a
-free run is large enough, else its row is cut between factors over several free runs. So a free run is useless only if it
-is smaller than one factor, bookkeeping costs as many steps as there are runs (not factors), and a load is as many copies
-as there are spans. Size classes would round every factor up instead.
+The memory is one range of bytes. An adapter is a row of factors that must each lie in one piece; it
+gets one span if a free run is large enough, else its row is cut between factors over several free
+runs. So a free run is useless only if it is smaller than one factor, bookkeeping costs as many
+steps as there are runs (not factors), and a load is as many copies as there are spans. Size classes
+would round every factor up instead.
 """
 
 from bisect import bisect_right, insort
@@ -16,7 +18,7 @@ from adapter_store.ref import AdapterRef
 
 
 class SlotState(StrEnum):
-    """EMPTY: nobody's. LOADING: given to an adapter, its bytes on their way. READY: may be named by a batch."""
+    """EMPTY: nobody's. LOADING: an adapter's, its bytes on their way. READY: for batches."""
 
     EMPTY = "empty"
     LOADING = "loading"
@@ -28,7 +30,8 @@ class AdapterSlot:
     """A lease: the holder's batches may name this slot until it is given back, exactly once.
 
     index       of the slot in the arena's tables;  ref  as it was asked for
-    digest      of the content: what prefix hashes start from, and the revision to ask for to get the same content again
+    digest      of the content: what prefix hashes start from, and the revision to ask for to get
+                the same content again
     generation  counts the contents of this slot;  lease_id  tells leases apart
     """
 
@@ -41,7 +44,10 @@ class AdapterSlot:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive factors of an adapter in one piece of the arena: factors [first, first + count), bytes [start, start + size)."""
+    """Consecutive factors of an adapter in one piece of the arena.
+
+    Factors [first, first + count) in bytes [start, start + size).
+    """
 
     first: int
     count: int
@@ -70,7 +76,7 @@ class ByteRange:
         return other
 
     def place(self, ends: Sequence[int]) -> tuple[Span, ...] | None:
-        """Take room for factors that end at `ends[1:]`; None, and nothing is taken, if the runs do not hold them.
+        """Take room for factors that end at `ends[1:]`; None if the runs do not hold them.
 
         The smallest run that holds all; else the largest runs one after the other.
         """
@@ -132,7 +138,10 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` decided: fill this slot. evicted: (slot, digest) of those that had to go, maybe from this very slot."""
+    """What `place` decided: fill this slot.
+
+    evicted  (slot, digest) of those that had to go, maybe from this very slot
+    """
 
     index: int
     spans: tuple[Span, ...]
@@ -211,7 +220,8 @@ class SlotTable:
         """Give a content a slot and bytes (LOADING), evicting idle ones, the longest unused first.
 
         ends       bytes before each factor, the whole size last
-        is_wanted  whether somebody waits for a digest: one that was loaded for them and not used yet is not evicted
+        is_wanted  whether somebody waits for a digest: one that was loaded for them and not used
+                   yet is not evicted
         None, and nobody is evicted, if there is no room even so: the arena is busy.
         """
         assert digest not in self._by_digest, digest
@@ -256,7 +266,7 @@ class SlotTable:
         self._idle[index] = None
 
     def set_failed(self, index: int) -> None:
-        """The load of a LOADING slot failed, and nothing writes to its bytes any more: it is EMPTY again."""
+        """The load of a LOADING slot failed, and nothing writes there any more: EMPTY again."""
         slot = self._slots[index]
         assert slot.state == SlotState.LOADING, (index, slot.state)
         self._bytes.free(slot.spans)
@@ -274,7 +284,7 @@ class SlotTable:
         return self._slots[index].spans
 
     def check(self) -> None:
-        """Walk all of it. AssertionError, with numbers, if two owners share a byte or a count is off."""
+        """Walk all of it. AssertionError if two owners share a byte or a count is off."""
         pieces = [(start, size, "free") for start, size in self._bytes.runs]
         for i, slot in enumerate(self._slots):
             empty = slot.state == SlotState.EMPTY

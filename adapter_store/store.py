@@ -1,11 +1,13 @@
-"""`AdapterStore`: S3 or a folder -> host tier -> a slot of the arena, beside the steps and never in their way.
+"""`AdapterStore`: S3 or a folder -> host tier -> a slot of the arena, beside the steps.
 
-One thread, the engine's, calls every public method; none of them does I/O, hashes or waits (`wait` and `close` excepted).
-Threads of the store look, fetch and copy, and speak through one queue that `poll` reads. Not here: who may use which adapter.
+One thread, the engine's, calls every public method; none of them does I/O, hashes or waits (`wait`
+and `close` excepted). Threads of the store look, fetch and copy, and speak through one queue that
+`poll` reads. Not here: who may use which adapter.
 
-Who waits: `prefetch` counts one waiter of its ref. A lease (`acquire`) and `forget` take one away; an error takes all. What
-was loaded while somebody waits is held for its first use, `hold_s` at most; beyond that only leases protect. So a scheduler
-must go on with others when `acquire` gives None, and should call `forget` for a request that ends without a lease.
+Who waits: `prefetch` counts one waiter of its ref. A lease (`acquire`) and `forget` take one away;
+an error takes all. What was loaded while somebody waits is held for its first use, `hold_s` at
+most; beyond that only leases protect. So a scheduler must go on with others when `acquire` gives
+None, and should call `forget` for a request that ends without a lease.
 """
 
 import threading
@@ -24,7 +26,7 @@ from adapter_store.formats.registry import load_adapter as load_any_format
 from adapter_store.host_cache import HostCache
 from adapter_store.load_threads import LoadThreads
 from adapter_store.loader import AdapterLoader, LoadAdapter
-from adapter_store.packed import PackedLayout
+from adapter_store.packed_layout import PackedLayout
 from adapter_store.prefetcher import Prefetcher
 from adapter_store.ref import AdapterRef
 from adapter_store.slot_table import AdapterSlot, SlotState, SlotTable, Span
@@ -44,7 +46,8 @@ class Fence(Protocol):
 class StoreStats:
     """Counters since the start, gauges of now.
 
-    loads         by tier: "remote" (fetched), "host" (found in the host tier), "device" (copied into a slot)
+    loads         by tier: "remote" (fetched), "host" (found in the host tier), "device" (copied
+                  into a slot)
     load_seconds  by the same tiers, threads summed up;  failures  loads that ended in an error
     """
 
@@ -65,9 +68,11 @@ class AdapterStore:
     cache         the host tier, shared with other processes; not closed by the store
     load_threads  adapters fetched side by side;  max_rank, dtype  None = the arena's
     s3            None = what the environment says
-    on_progress   called by the store's threads whenever `poll` has something new: set an event, nothing more
+    on_progress   called by the store's threads whenever `poll` has something new: set an event,
+                  nothing more
     fresh_s       a prefetch asks the source of a ref without digest again if the last look is older
-    sticky_s      an error stays that long before a prefetch tries again;  hold_s  see the head of the file
+    sticky_s      an error stays that long before a prefetch tries again;  hold_s  see the head of
+                  the file
     """
 
     def __init__(
@@ -117,18 +122,19 @@ class AdapterStore:
         self._copier = LoadThreads("adapter-copy", 1)
 
     def prefetch(self, ref: AdapterRef) -> None:
-        """Say that one more request waits for this adapter, and see that it comes into the host tier.
+        """One more request waits for this adapter: see that it comes into the host tier.
 
-        However many ask, it is fetched once. A ref without revision is bound to the content that its uri holds now; a
-        later prefetch may bind it to a newer one, while leases keep theirs.
+        However many ask, it is fetched once. A ref without revision is bound to the content that
+        its uri holds now; a later prefetch may bind it to a newer one, while leases keep theirs.
         """
         self._prefetcher.add_waiter(ref)
 
     def acquire(self, ref: AdapterRef) -> AdapterSlot | None:
-        """A lease on the slot that holds this adapter; None if it is not ready yet, or failed (`error_of`).
+        """A lease on the slot that holds this adapter; None if it is not ready, or failed.
 
-        The first call after the adapter reached the host tier gives it a slot and starts the copy, evicting idle adapters,
-        the longest unused first. None for ever so long is no error: all slots may be in use.
+        The first call after the adapter reached the host tier gives it a slot and starts the copy,
+        evicting idle adapters, the longest unused first. None for ever so long is no error: all
+        slots may be in use.
         """
         digest = self._prefetcher.resolve(ref)
         if digest is None:
@@ -148,7 +154,8 @@ class AdapterStore:
     def release(self, slot: AdapterSlot, after: Fence | None = None, unused: bool = False) -> None:
         """Give a lease back, exactly once.
 
-        after   the last launched step that names it, if that may still run: the lease ends when `poll` finds it done
+        after   the last launched step that names it, if that may still run: the lease ends when
+                `poll` finds it done
         unused  no step has named it: the request waits again, as before `acquire`
         Errors:  AssertionError if it was given back before.
         """
@@ -157,10 +164,10 @@ class AdapterStore:
             return
         self._table.release(slot, unused)
         if unused:
-            self._prefetcher.add_waiter(slot.ref)
+            self._prefetcher.return_waiter(slot.ref)
 
     def poll(self, stream: Any = None) -> None:
-        """Take in what threads finished, and publish the tables. Once a step, before the batch is made.
+        """Take in what threads finished, and publish the tables. Once a step, before the batch.
 
         stream  CUDA: the one that steps run on (None: the calling thread's current one)
         """
@@ -181,7 +188,7 @@ class AdapterStore:
             self._shown.clear()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `poll` has something new, for a caller with nothing else to do; whether it has."""
+        """Wait until `poll` has something new, if there is nothing else to do; whether it has."""
         return self._progress.wait(timeout_s)
 
     def error_of(self, ref: AdapterRef) -> AdapterError | None:
@@ -191,13 +198,14 @@ class AdapterStore:
     def digest_of(self, ref: AdapterRef) -> str | None:
         """The content to serve this ref with, now; None while that is not known.
 
-        A known content too waits while the source is asked for a newer one (a second at most), or while a newer one is
-        fetched. Whoever binds a request to it asks from then on for the ref with this digest as revision: that never waits.
+        A known content too waits while the source is asked for a newer one (a second at most), or
+        while a newer one is fetched. Whoever binds a request to it asks from then on for the ref
+        with this digest as revision: that never waits.
         """
         return self._prefetcher.resolve(ref)
 
     def forget(self, ref: AdapterRef) -> None:
-        """Say that one request no longer waits. The load goes on: others may want it, and it is paid for."""
+        """One request no longer waits. The load goes on: others may want it."""
         self._prefetcher.drop_waiter(ref)
 
     def stats(self) -> StoreStats:
@@ -221,7 +229,7 @@ class AdapterStore:
         self._table.check()
 
     def close(self) -> None:
-        """Stop the threads; a fetch that hangs in the network is left behind. Who waits gets an error."""
+        """Stop the threads, fetches that hang excepted. Who waits gets an error."""
         self._prefetcher.close()
         self._copier.close(timeout_s=10.0)
 

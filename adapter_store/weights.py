@@ -1,6 +1,7 @@
-"""What a model can take from an adapter (`LoraTarget`) and what an adapter brings (`AdapterWeights`).
+"""What a model can take from an adapter (`LoraTarget`), what an adapter brings (`AdapterWeights`).
 
-One canonical layout for every file format. Not here: how files spell it (formats), how the device holds it (packed, arena).
+One canonical layout for every file format. Not here: how files spell it (formats), how the device
+holds it (packed, arena).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +16,25 @@ Kind = Literal["linear", "embedding", "experts"]
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """One weight of the model that an adapter may change. Its index in the model's tuple of targets is its row in the arena's tables.
+    """One weight of the model that an adapter may change.
 
-    name           full module or parameter path as transformers 5 spells it: `model.layers.0.self_attn.q_proj`,
-                   `model.layers.0.mlp.experts.gate_up_proj`, `model.embed_tokens`, `lm_head`
+    Its index in the model's tuple of targets is its row in the arena's tables.
+
+    name           full module or parameter path as transformers 5 spells it: `model.embed_tokens`,
+                   `model.layers.0.self_attn.q_proj`, `model.layers.0.mlp.experts.gate_up_proj`
     in_features    true input size (for an embedding: the vocabulary)
     out_features   true output size; 2·I for a fused gate_up
     kind           linear | embedding | experts
     num_experts    E for experts, else 1
-    expert_parts   experts only: how one expert's linears are called in per-expert files, in canonical order:
-                   ("gate_proj", "up_proj") or ("down_proj",), ("w1", "w3") or ("w2",)
-    interleaved    experts only: the checkpoint orders a fused output g0,u0,g1,u1 (gpt-oss); canonical is gate then up
-    weight_is_in_out  experts only: the 3-D parameter is (E, in, out) (gpt-oss, llama4), else (E, out, in)
-    aliases        other full paths for the same weight (transformers 4 spelling: `...block_sparse_moe.experts`)
+    expert_parts   experts only: how one expert's linears are called in per-expert files, in
+                   canonical order: ("gate_proj", "up_proj") or ("down_proj",), ("w1", "w3") or
+                   ("w2",)
+    interleaved    experts only: the checkpoint orders a fused output g0,u0,g1,u1 (gpt-oss);
+                   canonical is gate then up
+    weight_is_in_out  experts only: the 3-D parameter is (E, in, out) (gpt-oss, llama4), else
+                   (E, out, in)
+    aliases        other full paths for the same weight; for experts the module's path is enough
+                   (transformers 4 spelling: `...block_sparse_moe.experts`)
     """
 
     name: str
@@ -45,8 +52,9 @@ class LoraTarget:
 class LoraFactors:
     """The delta of one target: dW_e = b[e]^T a[e], with alpha/r already in `b`.
 
-    a  [E or 1, r, in]; b  [E or 1, r, out]; an expert axis of 1 on an experts target is shared by all experts.
-    Both rank-major, host memory, fp32 or the file's dtype. gate_up's out is gate then up.
+    a  [E or 1, r, in]; b  [E or 1, r, out]; an expert axis of 1 on an experts target is shared by
+    all experts. Both rank-major, contiguous, in host memory, each fp32 or the file's dtype.
+    gate_up's out is gate then up.
     For an embedding `a` is [1, r, V] and `b` [1, r, H].
     """
 
@@ -62,7 +70,9 @@ class LoraFactors:
 class AdapterManifest:
     """What a load did: nothing in the file is passed over in silence.
 
-    bound     tensor names that became factors; skipped  tensor name -> why it may be left out; warnings  for the operator
+    bound     tensor names that became factors
+    skipped   tensor name -> why it may be left out
+    warnings  for the operator
     """
 
     bound: tuple[str, ...] = ()
@@ -72,7 +82,7 @@ class AdapterManifest:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """One adapter in the canonical layout: target name -> factors. A target that is absent has no delta."""
+    """One adapter in the canonical layout: target name -> factors. An absent one has no delta."""
 
     factors: Mapping[str, LoraFactors]
     manifest: AdapterManifest
@@ -83,10 +93,14 @@ class AdapterWeights:
 
 
 def merge_delta(target: LoraTarget, factors: LoraFactors) -> Tensor:
-    """The dense delta of a target, for tests that compare with merged weights: [E, out, in] fp32 ([1, out, in] if plain)."""
+    """The dense delta of a target, fp32: [E, out, in], [1, out, in] if plain.
+
+    For tests that compare with merged weights.
+    """
     a, b = factors.a.float(), factors.b.float()
-    delta = torch.einsum("ero,eri->eoi", b.expand(max(len(a), len(b)), -1, -1), a.expand(max(len(a), len(b)), -1, -1))
-    return delta.expand(target.num_experts, -1, -1)
+    num = max(len(a), len(b))
+    delta = torch.einsum("ero,eri->eoi", b.expand(num, -1, -1), a.expand(num, -1, -1))
+    return delta.expand(target.num_experts, -1, -1)  # [E, out, in]
 
 
 def find_target(targets: Sequence[LoraTarget], name: str) -> int:

@@ -6,6 +6,7 @@ Not for production: there Ray and the bucket exist already.
 
 import argparse
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -123,6 +124,8 @@ class Demo:
             "RAY_USAGE_STATS_ENABLED": "0",
             # Despite its name: a node that stays on 127.0.0.1, on Linux as well.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # Ray runs its workers at nice 15, which on a busy machine is a start of minutes.
+            "RAY_worker_niceness": "0",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         }
@@ -171,6 +174,7 @@ class Demo:
             _node_ip_address="127.0.0.1",
             _temp_dir=str(self._private / "r"),
         )
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         start(load_config(config_file))
         deadline = time.monotonic() + _READY_S
         while not self._is_ready():

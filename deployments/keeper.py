@@ -51,9 +51,11 @@ def run_kept(job: Callable[[], int], leftovers: Iterable[Path] = (), grace_s: fl
         with contextlib.suppress(OSError):  # the keeper is gone already
             os.write(write_end, b"x")
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(signum, ask_to_stop)
+    # A shell starts what runs in the background with SIGINT ignored; whoever sends it means it.
+    signal.signal(signal.SIGINT, ask_to_stop)
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup stays nohup
+        signal.signal(signal.SIGHUP, ask_to_stop)
     _, status = os.waitpid(keeper, 0)
     _sweep(leftovers)  # finds nothing, unless the keeper itself was killed
     return os.waitstatus_to_exitcode(status)

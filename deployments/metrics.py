@@ -266,7 +266,8 @@ class MetricRegistry(Collector):
             for series, field in _ENGINE_GAUGES
         }
         gauges[RESIDENT] = [
-            ((view.model, view.seat), float(len({ref.adapter_id for ref in view.resident}))) for view in self._views
+            ((view.model, view.seat), float(len({ref.adapter_id for ref in view.resident})))
+            for view in self._views
         ]
         models = [view.model for view in self._views]
         gauges[REPLICAS] = [((model,), float(models.count(model))) for model in sorted(set(models))]

@@ -15,11 +15,12 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
+from deployments.coalescing import coalesce
 from deployments.config import AdapterSettings, ModelSettings
+from deployments.host_tier import HostTierFolder
 from deployments.metrics import engine_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
-from deployments.streaming import coalesce
 from model_runner.request import Request, RequestOutput
 from model_runner.stats import EngineStats
 
@@ -55,6 +56,9 @@ class Replica:
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)
         self._s3 = _s3_options(adapters)
+        # A folder that the operator named is the operator's; ours goes when its last replica does.
+        ours = self._config.host_cache_dir == host_cache_dir and not adapters.host_cache_dir
+        self._folder = HostTierFolder(host_cache_dir) if ours else None
         self._min_gap_s = min_gap_s
         self._router = router
         self._engine: Engine | None = None
@@ -178,6 +182,8 @@ class Replica:
                 _done(self._router.release.remote(self._seat, self._replica_id)), 1
             )
         await asyncio.to_thread(self._loop.stop)
+        if self._folder is not None:
+            self._folder.leave()
 
 
 def _s3_options(adapters: AdapterSettings) -> "S3Options":

@@ -25,7 +25,7 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
   fi
 fi
 "$python" -m venv "$venv"
-pip="$venv/bin/python -m pip --quiet"
+pip() { "$venv/bin/python" -m pip --quiet "$@"; }
 
 extra=cpu
 torch=
@@ -37,7 +37,7 @@ elif [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
   # comes from a folder or index that pip is set up with, or from PyTorch's own index.
   torch=$(grep '^torch==' constraints.txt)+cpu
   answers="import urllib.request as r; r.urlopen('$cpu_index/', timeout=5)"
-  if $pip install --dry-run --no-deps "$torch" 2>/dev/null; then
+  if pip install --dry-run --no-deps "$torch" 2>/dev/null; then
     say "$torch from pip's configured sources"
   elif "$venv/bin/python" -c "$answers" 2>/dev/null; then
     say "$torch from $cpu_index"
@@ -49,6 +49,6 @@ elif [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
 fi
 say "installing (a minute or two) ..."
 # Compiling every module costs as long as unpacking; the import below compiles those that are used.
-$pip install --no-compile -c constraints.txt $more_index $torch -e ".[$extra,dev]"
+pip install --no-compile -c constraints.txt $more_index $torch -e ".[$extra,dev]"
 "$venv/bin/python" -c 'import deployments.application, deployments.demo, model_runner.engine' || true
 say "ready in $venv ($extra)"

@@ -33,15 +33,14 @@ def dense_lora(
 ) -> None:  # fmt: skip
     """Add every token's LoRA to its linear output, in place.
 
-    Shapes:  y [T, out] (written; may be a column slice);  x [T, in];  slot_of_token [T] int32, -1
-             = base
-    target   row of the tables, -1 = nothing to add;  work  tokens by slot (None on a CPU: made
-             from the slots)
-    Rows of base tokens and of slots without this target keep every bit.
-    deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32,
-    relaxed atomics).
-    Needs:   x and the tables' memory of one dtype.       Cost:  reads each factor in use once per
-             block_m of its rows.
+    Shapes:  y [T, out] (written; may be a column slice);  x [T, in];
+             slot_of_token [T] int32, -1 = base
+    target   row of the tables, -1 = nothing to add
+    work     tokens by slot (None on a CPU: made from the slots)
+    deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
+    Rows of base tokens and of slots without this target keep all bits.
+    Needs:   x and the tables' memory of one dtype.
+    Cost:    reads each factor in use once per block_m of its rows.
     """
     dense_lora_multi((y,), x, tables, (target,), slot_of_token, work, deterministic)
 
@@ -50,8 +49,7 @@ def dense_lora_multi(
     ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
     slot_of_token: Tensor, work: Worklist | None, deterministic: bool = False,
 ) -> None:  # fmt: skip
-    """The same for several linears that share x (q, k and v): one shrink and one expand for up to
-    three.
+    """The same for linears that share x (q, k and v): a shrink and an expand for each three.
 
     Shapes:  ys[i] [T, out_i] (written), targets[i] its row of the tables, -1 = nothing to add
     """
@@ -104,11 +102,11 @@ def embedding_lora(
 ) -> None:  # fmt: skip
     """Add every token's LoRA to its embedding, in place: A holds a column for each token id.
 
-    Shapes:  y [T, H] (written);  token_ids [T] int64 in 0..V - 1;  slot_of_token [T] int32, -1 =
-             base;  A [1, r, V], B [1, r, H]
+    Shapes:  y [T, H] (written);  token_ids [T] int64 in 0..V - 1;
+             slot_of_token [T] int32, -1 = base;  A [1, r, V], B [1, r, H]
     num_embeddings  V, the width of A
-    An id outside 0..V - 1 gets nothing.       Cost:  reads r values of A and all of B for each
-    token.
+    An id outside 0..V - 1 gets nothing.
+    Cost:    reads r values of A and all of B for each token.
     """
     if not use_triton(y):
         embedding_lora_reference(y, token_ids, tables, target, slot_of_token, num_embeddings)
@@ -117,9 +115,11 @@ def embedding_lora(
     assert y.stride(1) == 1, "columns must lie side by side"
     if num_tokens:
         _embedding_kernel[(triton.cdiv(hidden, EMBED_BLOCK), num_tokens)](
-            y, token_ids, slot_of_token, tables.memory, tables.a_off, tables.b_off, tables.lora_rank,
+            y, token_ids, slot_of_token,
+            tables.memory, tables.a_off, tables.b_off, tables.lora_rank,
             target, tables.num_slots, y.stride(0), hidden, num_embeddings,
-            BLOCK_R=min(MAX_BLOCK_R // 2, triton.next_power_of_2(tables.max_rank)), BLOCK_N=EMBED_BLOCK,
+            BLOCK_R=min(MAX_BLOCK_R // 2, triton.next_power_of_2(tables.max_rank)),
+            BLOCK_N=EMBED_BLOCK,
         )  # fmt: skip
 
 
@@ -142,7 +142,8 @@ def embedding_lora_reference(
 @triton.jit(do_not_specialize=["target"])
 def _embedding_kernel(
     y_ptr, ids_ptr, slots_ptr, memory_ptr, a_off_ptr, b_off_ptr, rank_ptr,
-    target, num_slots, y_stride, hidden, num_embeddings, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    target, num_slots, y_stride, hidden, num_embeddings,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -86,8 +86,7 @@ def moe_gate_up(x: Tensor, experts: ExpertWeights, ids: Tensor, work: Worklist |
 
     Shapes:  x [T, H];  ids [T, K] int32 in 0..E - 1  ->  [T·K, 2I], row t·K + k
     work     pairs by expert alone (None on a CPU, where it is not read)
-    The order of summation depends on the shapes alone: a row's bits do not change with other rows'
-    values.
+    The order of summation depends on the shapes alone: other rows do not change a row's bits.
     Cost:    reads each chosen expert once per block_m rows.
     """
     if not use_triton(x):
@@ -105,8 +104,7 @@ def moe_gate_up_reference(
 def moe_down(
     h: Tensor, experts: ExpertWeights, ids: Tensor, work: Worklist | None, weights: Tensor
 ) -> Tensor:
-    """Each pair through the down projection of its expert, bias added, then times its router
-    weight.
+    """Each pair through its expert's down projection, bias added, then times its weight.
 
     Shapes:  h [T·K, I];  ids [T, K] int32 in 0..E - 1;  weights [T, K] fp32  ->  [T·K, H]
     work and the order of summation as in moe_gate_up.
@@ -179,9 +177,12 @@ def _grouped_product(
 
 @triton.jit
 def _mxfp4_scales(exponents, DTYPE: tl.constexpr):
-    """Biased exponents -> factors. For bf16 they also undo the 2^-126 that `_mxfp4_values` leaves,
-    all but 2^-64, which the epilogue brings: so large ones fit into the type."""
-    if tl.bfloat16 == DTYPE:
+    """Biased exponents -> factors.
+
+    For bf16 they also undo the 2^-126 that `_mxfp4_values` leaves, all but 2^-64, which the
+    epilogue brings: so large ones fit into the type.
+    """
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = tl.minimum(tl.maximum(exponents.to(tl.int32) + 62, 0), 254) << 7
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -191,7 +192,7 @@ def _mxfp4_scales(exponents, DTYPE: tl.constexpr):
 @triton.jit
 def _mxfp4_values(codes, scales, DTYPE: tl.constexpr):
     """Four-bit codes times their factors, in DTYPE."""
-    if tl.bfloat16 == DTYPE:
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
         # Sign, exponent and mantissa put where bf16 has them: the value times 2^-126, subnormals
         # too.
         bits = ((codes & 8) << 12) | ((codes & 7) << 6)
@@ -299,10 +300,11 @@ def _sum_kernel(y_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 
 
 def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: int) -> Tensor:
-    """[rows of x] -> [N, out] from ids. This is also how a CPU serves, hence three ways; which one
-    depends
-    on shapes alone, and each multiplies matrices of one fixed shape, so no row's bits depend on
-    others."""
+    """x [rows, in] -> [N, out], from ids.
+
+    This is also how a CPU serves, hence three ways. Which one is taken depends on shapes alone, and
+    each multiplies matrices of fixed shapes, so no row's bits depend on other rows.
+    """
     weight = experts.dense(x.dtype)  # [E, out, in]
     num_experts, out, in_ = weight.shape
     num_rows, num_pairs = x.shape[0], ids.numel()
@@ -441,7 +443,8 @@ def _aot(down: bool) -> Iterator[AotSpec]:
             constants = {
                 "X_DIV": 1 if down else 4, "MXFP4": mxfp4, "HAS_BIAS": True, "WEIGHTED": down,
                 "BLOCK_M": moe_block_m(tokens, 4, 32), "BLOCK_N": tiles.block_n,
-                "BLOCK_K": tiles.block_k, "GROUP_M": tiles.group_m, "EVEN_K": 2880 % tiles.block_k == 0,
+                "BLOCK_K": tiles.block_k, "GROUP_M": tiles.group_m,
+                "EVEN_K": 2880 % tiles.block_k == 0,
             }  # fmt: skip
             yield AotSpec(
                 f"moe_{'down' if down else 'gate_up'}_{'mxfp4' if mxfp4 else 'bf16'}_{tokens}",

@@ -25,26 +25,24 @@ MAX_TARGETS = 3
 MAX_BLOCK_R = 64
 # Targets, and every size that follows the token count: one compilation serves all their values.
 UNSPECIALISED = ("target_0", "target_1", "target_2", "num_segments", "num_rows")
-# CPU: up to this many rows of a slot their factors are gathered, above it each expert is taken by
-# itself.
+# CPU: up to this many rows of a slot their factors are gathered, above it it goes by expert.
 GATHER_ROWS = 128
 
 
 def moe_lora(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slot_of_token: Tensor,
-    work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None, deterministic: bool = False,
+    work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None,
+    deterministic: bool = False,
 ) -> None:  # fmt: skip
     """Add to each (token, expert) row the delta of the token's adapter for that expert, in place.
 
-    Shapes:  y [T·K, out] (written);  x [T, in], or [T·K, in] if x_rows_per_pair;  ids [T, K]
-             int32, -1 = no expert here;
-             slot_of_token [T] int32, -1 = base;  weights [T, K] fp32 or None
+    Shapes:  y [T·K, out] (written);  x [T, in], or [T·K, in] if x_rows_per_pair;
+             ids [T, K] int32, -1 = no expert here;  slot_of_token [T] int32, -1 = base;
+             weights [T, K] fp32 or None
     target   row of the tables;  work  pairs by (slot, expert) (None on a CPU: made from the slots)
     weights  the router weights, for down: y has them already, the delta gets them here, once
-    Rows of base tokens, of pairs without an expert, and of slots without this target keep every
-    bit.
-    deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32,
-    relaxed atomics).
+    deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
+    Rows of base tokens, of pairs without an expert, and of slots without this target keep all bits.
     Needs:   x and the tables' memory of one dtype, x not quantised.
     Cost:    reads each factor in use once per block_m of its rows.
     """
@@ -60,7 +58,8 @@ def moe_lora(
 
 def moe_lora_reference(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slot_of_token: Tensor,
-    work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None, deterministic: bool = False,
+    work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None,
+    deterministic: bool = False,
 ) -> None:  # fmt: skip
     """The same in torch, slot by slot: factors of slots that are not in use are never read."""
     top_k = ids.shape[1]
@@ -90,8 +89,10 @@ def moe_lora_reference(
 def slot_factors(
     tables: LoraTables, target: int, slot: int, in_: int, out: int, num_experts: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Views of one slot's factors for the references: A [E or 1, r, in], B [E or 1, r, out]; None
-    = no delta."""
+    """Views of one slot's factors for the references, or None where it has no delta.
+
+    Shapes:  A [E or 1, r, in], B [E or 1, r, out]
+    """
 
     def at(table: Tensor) -> int:
         # numpy reads one number four times as fast as torch does.
@@ -112,8 +113,7 @@ def slot_factors(
 
 
 def _expert_delta(x: Tensor, a: Tensor, b: Tensor, expert: Tensor, listed: list[int]) -> Tensor:
-    """x [n, in], each row through its own expert's factors -> [n, out]. expert [n], also as a
-    list."""
+    """Rows x [n, in] through their experts' factors -> [n, out]; expert [n], also as a list."""
     if len(listed) <= GATHER_ROWS:
         if len(a) == 1:
             z = x @ a[0].t()  # [n, r]
@@ -134,8 +134,7 @@ def add_lora(
     ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
     work: Worklist, x_div: int, weights: Tensor | None, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Launch a shrink and an expand for up to MAX_TARGETS targets that share x: ys[i] += (x A_i)
-    B_i.
+    """Launch a shrink and an expand for targets that share x: ys[i] += (x A_i) B_i.
 
     Shapes:  ys[i] [N, out_i], any row stride (written);  x [N / x_div, in];  weights [N] fp32 or
              None
@@ -171,7 +170,8 @@ def add_lora(
         weights if weights is not None else z, work.rows, work.segments, *three, tables.num_slots,
         num_rows, *(y.stride(0) for y in places), *(y.shape[1] for y in places), out, max_rank,
         NUM_TARGETS=num_targets, WEIGHTED=weights is not None, PARTS=parts, BLOCK_M=work.block_m,
-        BLOCK_R=block_r, BLOCK_N=expand.block_n, num_warps=expand.num_warps, num_stages=expand.num_stages,
+        BLOCK_R=block_r, BLOCK_N=expand.block_n,
+        num_warps=expand.num_warps, num_stages=expand.num_stages,
     )  # fmt: skip
 
 
@@ -183,7 +183,8 @@ def _pick(index, first, second, third):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _shrink_kernel(
     x_ptr, z_ptr, memory_ptr, a_off_ptr, a_stride_ptr, b_off_ptr, rank_ptr, rows_ptr, segments_ptr,
-    target_0, target_1, target_2, num_slots, num_segments, num_rows, x_stride, in_features, max_rank,
+    target_0, target_1, target_2, num_slots, num_segments, num_rows,
+    x_stride, in_features, max_rank,
     X_DIV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
@@ -300,7 +301,8 @@ def _expand_kernel(
 
 
 def random_tables(
-    shapes: list[tuple[int, int, int]], ranks: list[int], max_rank: int, device: str, dtype: torch.dtype,
+    shapes: list[tuple[int, int, int]], ranks: list[int], max_rank: int, device: str,
+    dtype: torch.dtype,
     seed: int, missing: tuple[tuple[int, int], ...] = (), shared: bool = False,
 ) -> LoraTables:  # fmt: skip
     """Tables for cases and benchmarks, NaN wherever no factor lies.
@@ -332,9 +334,9 @@ def random_tables(
                 pieces += [factor.flatten(), torch.full((gap,), float("nan"))]
                 used += factor.numel() + gap
     memory = torch.cat([*pieces, torch.full((128,), float("nan"))])
-    return LoraTables(
-        memory.bfloat16().to(device, dtype), *tables.to(device), rank_table.to(device), max_rank
-    )
+    a_off, b_off, a_stride, b_stride = tables.to(device)  # [N, L] each
+    memory = memory.bfloat16().to(device, dtype)
+    return LoraTables(memory, a_off, b_off, a_stride, b_stride, rank_table.to(device), max_rank)
 
 
 def _cases() -> Iterator[Case]:
@@ -393,7 +395,8 @@ def aot_specs(
     t = tiles_for("lora_shrink", {"rows": rows, "out": max_rank, "in": in_}, "NVIDIA H200")
     split_k = min(t.split_k, triton.cdiv(in_, t.block_k))
     constants = {
-        "X_DIV": x_div, "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": t.block_k, "SPLIT_K": split_k,
+        "X_DIV": x_div, "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": t.block_k,
+        "SPLIT_K": split_k,
         "GROUP_M": t.group_m, "EVEN_K": in_ % (t.block_k * split_k) == 0,
         "ATOMIC": split_k > 1 and not deterministic,
     }  # fmt: skip

@@ -137,7 +137,7 @@ def build_worklist(
     if num_rows <= SORT_ROWS:
         _sort_kernel[(1,)](
             *sources, rows, segments, num_rows, num_segments, *sizes, **form,
-            WIDE=(num_groups + 2) * SORT_ROWS >= 2**31, BLOCK_M=block_m, BLOCK_N=SORT_ROWS,
+            WIDE=(num_groups + 1) * SORT_ROWS >= 2**31, BLOCK_M=block_m, BLOCK_N=SORT_ROWS,
             num_warps=1,
         )  # fmt: skip
     else:
@@ -147,7 +147,7 @@ def build_worklist(
         )
         _scatter_kernel[(num_groups + 1,)](
             *sources, counts, rows, segments, num_rows, num_segments, *sizes, **form,
-            BLOCK_M=block_m, BLOCK_N=SCATTER_BLOCK, BLOCK_G=triton.next_power_of_2(num_groups + 1),
+            BLOCK_M=block_m, BLOCK_N=SCATTER_BLOCK, BLOCK_G=triton.next_power_of_2(num_groups),
         )  # fmt: skip
     return Worklist(rows, segments, block_m, _groups(ids, slot_of_token, num_slots))
 
@@ -278,7 +278,7 @@ def _group_of_row(
     ids_ptr, slots_ptr, row, num_rows, num_experts, num_slots,
     TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr, BY_SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Each row's group, G for a row that is left out, G + 1 for a lane past the end; and G."""
+    """Each row's group, G (all groups) for a row that is left out or past the end; and G."""
     live = row < num_rows
     expert = tl.zeros_like(row)
     slot = tl.zeros_like(row)
@@ -292,9 +292,8 @@ def _group_of_row(
     else:
         num_slots = 1
     num_groups = num_experts * num_slots
-    ok = live & (expert >= 0) & (expert < num_experts) & (slot >= 0) & (slot < num_slots)
-    key = tl.where(ok, slot * num_experts + expert, num_groups)
-    return tl.where(live, key, num_groups + 1), num_groups
+    ok = (expert >= 0) & (expert < num_experts) & (slot >= 0) & (slot < num_slots)
+    return tl.where(ok, slot * num_experts + expert, num_groups), num_groups
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
@@ -398,7 +397,7 @@ def _scatter_kernel(
         key, num_groups = _group_of_row(
             ids_ptr, slots_ptr, row, num_rows, num_experts, num_slots, TOP_K, BY_EXPERT, BY_SLOT
         )
-        mine = (key == group).to(tl.int32)
+        mine = ((key == group) & (row < num_rows)).to(tl.int32)
         tl.store(rows_ptr + first + tl.cumsum(mine, 0) - 1, row, mask=mine == 1)
         first += tl.sum(mine, 0)
 
@@ -439,7 +438,7 @@ def _work_cases() -> Iterator[Case]:
                 "block_m": block_m,
             }
 
-        return Case(f"{kind}_{name}", make)
+        return Case(f"{kind}_{name}", make, tokens <= 32)
 
     for kind in ("expert", "slot", "both"):
         yield case("odd", 13, 3, 7, 3, 16, kind)
@@ -447,6 +446,7 @@ def _work_cases() -> Iterator[Case]:
         yield case("decode", 32, 4, 32, 8, 16, kind)
         yield case("crowded", 300, 2, 5, 2, 16, kind)
         yield case("prefill", 401, 4, 32, 8, 64, kind)
+    yield case("many_experts", 16, 8, 512, 8, 16, "both")
 
 
 def _gate_aot() -> Iterator[AotSpec]:
@@ -470,8 +470,11 @@ def _work_aot() -> Iterator[AotSpec]:
             ("sort", _sort_kernel, {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": SORT_ROWS}, 1),
             ("count", _count_kernel, {"BLOCK_N": SCATTER_BLOCK}, 4),
             ("scatter", _scatter_kernel,
-             {"BLOCK_M": 128, "BLOCK_N": SCATTER_BLOCK, "BLOCK_G": 512 if by_slot else 64}, 4),
+             {"BLOCK_M": 128, "BLOCK_N": SCATTER_BLOCK, "BLOCK_G": 256 if by_slot else 32}, 4),
         )  # fmt: skip
+        if by_slot:
+            most = {"BLOCK_M": 16, "BLOCK_N": SCATTER_BLOCK, "BLOCK_G": SCATTER_GROUPS}
+            launches += (("scatter_512_experts", _scatter_kernel, most, 4),)
         for name, fn, constants, warps in launches:
             wanted = {n: t for n, t in signature.items() if n in fn.arg_names}
             name = f"worklist_{name}_{'slot_expert' if by_slot else 'expert'}"

@@ -32,8 +32,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to MXFP4: the scale is the smallest power of two that keeps the group's largest value
-    within 6.
+    """Round to MXFP4, each group under the smallest power of two that keeps it within 6.
 
     Shapes:  w [..., out, in], in a multiple of 32  ->  blocks [..., out, in / 2] uint8, scales
              [..., out, in / 32] uint8

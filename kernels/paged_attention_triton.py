@@ -181,7 +181,7 @@ def prefill(
 def prefill_tile(heads: int, wide: bool) -> tuple[int, int]:
     """(rows, keys) of a tile. fp32 tiles are smaller: shared memory holds half as many values."""
     if interpreting():
-        return max(16, heads), 16
+        return max(32, heads), 16
     return max(32 if wide else 128, heads), 32 if wide else 64
 
 

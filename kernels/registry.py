@@ -4,7 +4,9 @@ Not for serving: layers import the file of the kernel that they call.
 """
 
 from kernels import (
+    dense_lora,
     fused_moe,
+    fused_moe_lora,
     gated_act,
     kv_write,
     mla_attention,
@@ -16,7 +18,9 @@ from kernels import (
 from kernels.op import Op
 
 OPS: dict[str, Op] = {
+    **{op.name: op for op in dense_lora.OPS},
     **{op.name: op for op in fused_moe.OPS},
+    **{op.name: op for op in fused_moe_lora.OPS},
     **{op.name: op for op in gated_act.OPS},
     **{op.name: op for op in kv_write.OPS},
     **{op.name: op for op in mla_attention.OPS},

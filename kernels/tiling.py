@@ -51,18 +51,17 @@ class Tiles:
 
 
 def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Rows of one tile for all products of one MoE layer, base and LoRA: near the mean rows an
-    expert gets.
+    """Rows of one tile for all products of one MoE layer, base and LoRA.
 
-    Depends on the padded batch size and the model alone, never on adapters.
+    Near the mean rows an expert gets. Depends on the padded batch size and the model alone, never
+    on adapters.
     """
     mean = num_tokens * top_k / max(1, num_experts)
     return next((m for m in BLOCK_MS[:-1] if mean <= m), BLOCK_MS[-1])
 
 
 def slot_block_m(num_tokens: int) -> int:
-    """Rows of one tile for LoRA on plain linears: sequences of one adapter lie side by side in a
-    prefill."""
+    """Rows of one tile for LoRA on plain linears: in a prefill one adapter has many."""
     return 16 if num_tokens <= 256 else 64
 
 
@@ -89,8 +88,7 @@ def _nearest(op: str, rows: int, out: int, in_: int, gpu: str) -> Tiles:
 
 @lru_cache(maxsize=16)
 def load_tiles(gpu: str) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]:
-    """op -> ((rows, out, in), tiles) entries of this GPU's file, or of default.json if it has
-    none."""
+    """op -> ((rows, out, in), tiles) entries of this GPU's file, default.json if it has none."""
     path = FOLDER / f"{gpu.replace(' ', '_')}.json"
     if not gpu or not path.is_file():
         path = FOLDER / "default.json"
@@ -100,8 +98,10 @@ def load_tiles(gpu: str) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]
 def parse_tiles(
     raw: Mapping[str, Any], source: str
 ) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]:
-    """Check one file's content. Errors: ValueError that names the file, the op and the entry at
-    fault."""
+    """Check one file's content.
+
+    Errors: ValueError that names the file, the op and the entry at fault.
+    """
     missing = set(OPS) - set(raw)
     unknown = set(raw) - set(OPS)
     if missing or unknown:

@@ -61,6 +61,7 @@ class Engine:
         self.config = config
         self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
         family, self.model_config = read_model_config(Path(config.model))
         on_cpu = self.device.type == "cpu"

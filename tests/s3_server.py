@@ -1,6 +1,7 @@
 """A real S3 server for tests (SeaweedFS), and a relay that breaks connections on purpose.
 
-Loopback only, free ports, everything below one private folder, and nothing left when it stops. Not for use outside tests.
+Loopback only, free ports, everything below one private folder, and nothing left when it stops. Not
+for use outside tests.
 """
 
 import json
@@ -87,12 +88,14 @@ class _Process:
             _identity("admin", ACCESS_KEY, SECRET_KEY, ["Admin", "Read", "Write", "List"]),
             _identity("reader", READER_KEY, READER_SECRET, ["Read:open", "List:open"]),
         ]}))  # fmt: skip
-        flags = (
-            "master.port master.port.grpc filer.port filer.port.grpc volume.port volume.port.grpc "
-            "s3.port s3.port.grpc s3.port.iceberg s3.port.lance metricsPort"
-        ).split()
-        # The worker inside takes the admin's gRPC port for its HTTP port + 10000, whatever the flag says.
-        admin = next(port for port in range(20000, 30000) if _is_free(port) and _is_free(port + 10000))
+        names = "master.port,master.port.grpc,filer.port,filer.port.grpc,volume.port"
+        names += ",volume.port.grpc,s3.port,s3.port.grpc,s3.port.iceberg,s3.port.lance,metricsPort"
+        flags = names.split(",")
+        # The worker inside takes the admin's gRPC port for its HTTP port + 10000, whatever the flag
+        # says.
+        admin = next(
+            port for port in range(20000, 30000) if _is_free(port) and _is_free(port + 10000)
+        )
         ports = dict(zip(flags, _free_ports(len(flags)), strict=True))
         self.port = ports["s3.port"]
         self._log = folder / "log"
@@ -158,7 +161,8 @@ class Relay:
     """TCP between a client and a server, which counts requests and lets answers break.
 
     requests   (method, path) of each request seen
-    break_when (method, path, number of that request) -> None, or after how many bytes of the answer to break;
+    break_when (method, path, number of that request) -> None, or after how many bytes of the answer
+    to break;
     stall      keep the connection open and silent then, instead of closing it
     """
 
@@ -222,7 +226,8 @@ class Relay:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _read_head(self, data: bytes) -> int | None:
-        """Note a request (one packet here); the bytes of its answer to let through, None for all."""
+        """Note a request (one packet here); the bytes of its answer to let through, None for
+        all."""
         words = data.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         if len(words) != 3:
             return None

@@ -40,12 +40,14 @@ LAW = {
     "model_runner.request": "adapter_store.ref",
     "model_runner.config": "",
     "model_runner.stats": "adapter_store.ref",
-    "model_runner.command_line": "yaml model_runner",
+    "model_runner.command_line": "yaml adapter_store.ref model_runner",
     "model_runner.tokenizer": "transformers model_runner.request",
     "model_runner.text": "adapter_store.ref model_runner.request model_runner.tokenizer",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",
-    "model_runner.models": "torch model_runner.layers model_runner.models adapter_store.weights",
+    "model_runner.models": (
+        "torch kernels model_runner.layers model_runner.models adapter_store.weights"
+    ),
     "model_runner.execution": (
         "torch numpy safetensors kernels adapter_store.arena adapter_store.weights "
         "model_runner.config model_runner.request model_runner.models model_runner.layers "

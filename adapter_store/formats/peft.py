@@ -258,5 +258,7 @@ def _read_finite(file: TensorFile, name: str) -> Tensor:
 def _fold(b: Tensor, scale: float) -> Tensor:
     """b * scale: in b's own dtype where that is exact (a power of two), else in fp32."""
     scaled = b.float() * scale
+    if b.dtype is torch.float32:
+        return scaled
     narrow = scaled.to(b.dtype)
     return narrow if torch.equal(narrow.float(), scaled) else scaled

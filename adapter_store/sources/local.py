@@ -1,4 +1,5 @@
-"""Adapters in folders of this machine. The files are copied, so that nobody can change them while they are read."""
+"""Adapters in folders of this machine. The files are copied, so that nobody can change them while
+they are read."""
 
 import hashlib
 import os
@@ -18,18 +19,20 @@ from adapter_store.sources.source import (
 
 
 class LocalSource:
-    """`/folder`, `folder` or `file:///folder`. The revision is made of name, size, inode and times of each file."""
+    """`/folder`, `folder` or `file:///folder`.
+
+    The revision is made of name, size, inode and times of each file.
+    """
 
     def __init__(self, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._max_bytes = max_bytes
 
     def revision(self, ref: AdapterRef) -> str:
-        """See `Source`. A file that is rewritten gets another modification time, hence another revision."""
+        """See `Source`. A file that is rewritten gets other times, hence another revision."""
         digest = hashlib.sha256()
         for name, info in self._list(ref).items():
-            digest.update(
-                f"{name} {info.st_size} {info.st_ino} {info.st_mtime_ns} {info.st_ctime_ns}\n".encode()
-            )
+            times = f"{info.st_mtime_ns} {info.st_ctime_ns}"
+            digest.update(f"{name} {info.st_size} {info.st_ino} {times}\n".encode())
         return f"local-{digest.hexdigest()[:40]}"
 
     def fetch(self, ref: AdapterRef, into: Path) -> None:

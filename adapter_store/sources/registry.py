@@ -21,7 +21,7 @@ def scheme_of(uri: str) -> str:
 def open_source(
     uri: str, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Source:
-    """The source that reads this uri; good for every uri of the same scheme. Does no I/O beyond the import.
+    """The source that reads this uri, and every uri of the same scheme. Asks nobody anything.
 
     max_bytes  files of one adapter together; a larger one is refused (StoreFull).
     Errors:  AdapterNotFound if no source knows the scheme.

@@ -1,7 +1,7 @@
 """Adapters in S3 and what speaks its language. The only file that knows boto3.
 
-boto3 retries requests but never a broken body, so bodies are read here: ranged parts bound to one ETag, each resumed
-where it broke, a checksum over the whole file where the server keeps one.
+boto3 retries requests but never a broken body, so bodies are read here: ranged parts bound to one
+ETag, each resumed where it broke, a checksum over the whole file where the server keeps one.
 """
 
 import base64
@@ -85,7 +85,7 @@ class S3Source:
         raise AdapterUnavailable(f"{ref.uri} is being replaced again and again")
 
     def _client(self) -> Any:
-        """The boto3 client, made at the first request: it is slow to make, and making one is not thread-safe."""
+        """The boto3 client, made at the first request: slow to make, and not by two threads."""
         with _session_lock:
             if self._made is None:
                 o = self._options
@@ -151,7 +151,7 @@ class S3Source:
         )
 
     def _download(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
-        """One object into one file: parts side by side, then the checksum; once more if that fails."""
+        """One object into one file: parts side by side, then the checksum; twice if it fails."""
         for attempt in range(2):
             with open(path, "wb") as file:
                 file.truncate(obj.size)
@@ -212,7 +212,7 @@ class S3Source:
         raise AdapterUnavailable(f"{where}: broken body, {wrong}; tried {attempt + 1} times")
 
     def _get(self, bucket: str, obj: _Object, start: int, end: int) -> Any:
-        """The body of a ranged GET bound to the object's ETag. `_Changed` if it is another object now."""
+        """The body of a ranged GET bound to the object's ETag; `_Changed` if it has another."""
         kwargs = {"VersionId": obj.version} if obj.version not in ("", "null") else {}
         try:
             answer = self._client().get_object(

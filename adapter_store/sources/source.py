@@ -1,4 +1,4 @@
-"""What a source is (`Source`), how S3 is reached (`S3Options`), and which files of an adapter are read at all.
+"""What a source is (`Source`), how S3 is reached, and which files of an adapter are read at all.
 
 Not here: how bytes are read (local, s3) and what they mean (formats).
 """
@@ -23,12 +23,13 @@ DEFAULT_MAX_BYTES = 64 << 30
 class Source(Protocol):
     """Where the bytes of adapters lie. Safe to use from several threads at once.
 
-    Errors: AdapterNotFound if nothing is there; AdapterUnavailable if it cannot be read just now, naming the cause;
-    AdapterInvalid for a folder that can be seen to be no adapter before its weights are read; StoreFull if too large.
+    Errors: AdapterNotFound if nothing is there; AdapterUnavailable if it cannot be read just now,
+    naming the cause; AdapterInvalid for a folder that can be seen to be no adapter before its
+    weights are read; StoreFull if too large.
     """
 
     def revision(self, ref: AdapterRef) -> str:
-        """Name of the content that the uri holds now: equal names, equal bytes. Reads no weights."""
+        """Name of what the uri holds now: equal names, equal bytes. Reads no weights."""
         ...
 
     def fetch(self, ref: AdapterRef, into: Path) -> None:
@@ -38,7 +39,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class S3Options:
-    """How S3 is reached. An empty value leaves it to the environment and the files that boto3 reads.
+    """How S3 is reached. An empty value leaves it to the environment and boto3's own files.
 
     part_bytes        one ranged GET;  parts_at_once  of one file
     connect_timeout_s, read_timeout_s  silence on the line that counts as broken

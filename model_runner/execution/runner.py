@@ -183,7 +183,7 @@ class ModelRunner:
     def _decode_step(self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0) -> tuple[Tensor, Tensor]:
         """One decode step over device columns; what a graph captures. Gives logits [S, V] and tokens [S]."""
         hit: list[Tensor] = []
-        ctx = self._context(views, 1, max_len or self._max_len, hit)
+        ctx = self._context(views, 1, max_len or self._max_len, hit, decode=True)
         logits = self.model.forward(self._token_ids(views), ctx)  # [S, V]
         tokens = sample_plain(logits, views["temperature"], views["uniform"])  # [S]
         self._previous[: shape.rows].copy_(tokens)
@@ -198,12 +198,17 @@ class ModelRunner:
         return torch.where(sources >= 0, self._previous[sources.clamp(min=0)].clamp(min=0), views["token_ids"])  # [T]
 
     def _context(
-        self, views: dict[str, Tensor], max_q: int, max_len: int, experts_hit: list[Tensor] | None = None
+        self,
+        views: dict[str, Tensor],
+        max_q: int,
+        max_len: int,
+        experts_hit: list[Tensor] | None = None,
+        decode: bool = False,
     ) -> ForwardContext:
         slots, work, logit_work = views["slot_of_token"], None, None
         if self._lora is not None:
             work = self._slot_work(slots)
-            logit_work = work if max_q == 1 else self._slot_work(slots[views["logit_rows"]])
+            logit_work = work if decode else self._slot_work(slots[views["logit_rows"]])
         groups = range(len(self._layout.groups))
         return ForwardContext(
             positions=views["positions"],

@@ -1,4 +1,5 @@
-"""The arena on a CPU (and on a GPU where there is one): spans and tables. Not here: who gets which span (slot_table)."""
+"""The arena on a CPU (and on a GPU where there is one): spans and tables. Not here: who gets which
+span (slot_table)."""
 
 from pathlib import Path
 

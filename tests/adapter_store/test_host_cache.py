@@ -1,4 +1,5 @@
-"""The folder of packed files: budget, locks, what a crash leaves. Not here: what is in a file (test_packed)."""
+"""The folder of packed files: budget, locks, what a crash leaves. Not here: what is in a file
+(test_packed)."""
 
 import fcntl
 import os

@@ -1,4 +1,5 @@
-"""Packed files: what goes in comes out, and nothing that the file says is trusted. Not here: the cache and the arena."""
+"""Packed files: what goes in comes out, and nothing that the file says is trusted. Not here: the
+cache and the arena."""
 
 import json
 from collections.abc import Callable
@@ -12,11 +13,10 @@ from adapter_store.packed import (
     PackedAdapter,
     PackedFileError,
     content_digest,
-    fingerprint,
     packed_bytes,
-    plan_layout,
     write_packed,
 )
+from adapter_store.packed_layout import fingerprint, plan_layout
 from adapter_store.weights import LoraFactors
 from tests.adapter_store.tiny_adapters import TARGETS, make_weights, open_tiny, write_tiny
 

@@ -189,7 +189,8 @@ def test_check_sees_damage() -> None:
 
 
 class SlotTableMachine(RuleBasedStateMachine):
-    """Random lives of adapters; after every step the books balance and what is in use stays where it is."""
+    """Random lives of adapters; after every step the books balance and what is in use stays where
+    it is."""
 
     def __init__(self) -> None:
         super().__init__()

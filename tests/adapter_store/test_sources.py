@@ -1,4 +1,5 @@
-"""Where bytes come from: folders, and a real S3 server, with connections that break. Not here: what the bytes mean."""
+"""Where bytes come from: folders, and a real S3 server, with connections that break. Not here: what
+the bytes mean."""
 
 import hashlib
 import os

@@ -1,4 +1,5 @@
-"""Tiny targets and adapters for the tests of this folder: as weights, and as folders that PEFT could have written."""
+"""Tiny targets and adapters for the tests of this folder: as weights, and as folders that PEFT
+could have written."""
 
 import json
 from collections.abc import Sequence
@@ -59,7 +60,8 @@ def write_peft_folder(folder: Path, seed: int, rank: int = 4) -> Path:
 
 
 def read_slot(arena: AdapterArena, slot: int, target: int) -> LoraFactors | None:
-    """What the tables say of a slot: A [E or 1, R, in] and B [E or 1, R, out], read through them alone."""
+    """What the tables say of a slot: A [E or 1, R, in] and B [E or 1, R, out], read through them
+    alone."""
     a_off, b_off = int(arena.a_off[target, slot]), int(arena.b_off[target, slot])
     if a_off < 0:
         assert b_off < 0 and int(arena.lora_rank[target, slot]) == 0
@@ -79,7 +81,8 @@ def read_slot(arena: AdapterArena, slot: int, target: int) -> LoraFactors | None
 
 
 def assert_slot_holds(arena: AdapterArena, slot: int, weights: AdapterWeights) -> None:
-    """Every target of a slot equals the weights, its padding is zero, and what is absent has no delta."""
+    """Every target of a slot equals the weights, its padding is zero, and what is absent has no
+    delta."""
     for index, target in enumerate(TARGETS):
         got, want = read_slot(arena, slot, index), weights.factors.get(target.name)
         assert (got is None) == (want is None), target.name

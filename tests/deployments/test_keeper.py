@@ -49,6 +49,8 @@ def start(tmp_path: Path, mode: str = "plain") -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # As a shell does it for what runs in the background: it must stop on SIGINT all the same.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.streaming import Tally, coalesce, interleave, join_outputs
+from deployments.coalescing import coalesce, join_outputs
+from deployments.streaming import Tally, interleave
 from model_runner.request import FinishReason, RequestOutput, TokenLogprobs
 from model_runner.text import TextOutput
 

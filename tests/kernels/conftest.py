@@ -1,4 +1,4 @@
-"""What the kernel tests share: one torch thread, full fp32 precision, the interpreter kept apart."""
+"""What the kernel tests share: one torch thread, fp32 in full, the interpreter kept apart."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from kernels.op import interpreting
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under TRITON_INTERPRET=1 a CPU tensor goes to the kernel: the other tests mean the reference."""
+    """Under TRITON_INTERPRET=1 a CPU tensor goes to the kernel; other tests mean the reference."""
     if interpreting():
         for item in items:
             if not item.get_closest_marker("interp"):

@@ -1,10 +1,12 @@
-"""Our package `kernels` beside transformers, which looks for Hugging Face's package of that name."""
+"""Our package `kernels` beside transformers, which looks for Hugging Face's of that name."""
 
 import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import kernels
 
@@ -72,6 +74,7 @@ def test_our_package_stays_unknown_to_the_probe() -> None:
     assert "kernels" not in owners, "Hugging Face's kernels is installed beside ours"
 
 
+@pytest.mark.timeout(300)
 def test_transformers_builds_every_family_beside_us() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BUILD, json.dumps(FAMILIES)],

@@ -53,7 +53,7 @@ class Lease:
 
 
 class FakeGate:
-    """Slots that load in ticks. `dead` adapters never come, `absent` ones are not on the host yet."""
+    """Slots that load in ticks. `dead` adapters never come, `absent` ones are not yet here."""
 
     def __init__(self, num_slots: int = 4, load_ticks: int = 2) -> None:
         self.slots: list[AdapterRef | None] = [None] * num_slots

@@ -1,0 +1,236 @@
+"""The choice of experts and the worklists: against the definition, written out row by row."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.moe_gate as own
+from kernels.lora_tables import Worklist
+from tests.kernels.mutant import mutant
+
+NAN = float("nan")
+INF = float("inf")
+# Every promise is kept by both forms; which one runs is decided by TRITON_INTERPRET.
+both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])
+
+
+@both
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gate_is_the_softmax_of_the_best(form: str, renormalize: bool) -> None:
+    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    weights, ids = own.moe_gate(logits, 3, renormalize)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    for row in range(6):
+        p = logits[row].double().softmax(0)
+        best = sorted(range(9), key=lambda e: -float(p[e]))[:3]
+        assert ids[row].tolist() == best
+        want = p[best] / (p[best].sum() if renormalize else 1)
+        torch.testing.assert_close(weights[row].double(), want, rtol=1e-6, atol=1e-7)
+
+
+@both
+def test_gate_ties_go_to_the_lower_id(form: str) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5, [-INF] * 5, [-INF, 1, -INF, 1, 0]])
+    assert own.moe_gate(logits, 3, False)[1].tolist() == [
+        [1, 2, 3],
+        [0, 1, 2],
+        [0, 1, 2],
+        [1, 3, 4],
+    ]
+
+
+def ids_are_lawful(module: ModuleType) -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    logits[0] = NAN
+    logits[1, 2] = NAN
+    logits[2, :6] = NAN
+    logits[3] = INF
+    logits[4] = -INF
+    _, ids = module.moe_gate(logits, 4, True)
+    for row in ids.tolist():
+        assert len(set(row)) == 4 and all(0 <= e < 7 for e in row), row
+    assert 2 not in ids[1].tolist(), "NaN counts as the lowest"
+
+
+@both
+def test_gate_never_gives_an_id_out_of_range(form: str) -> None:
+    ids_are_lawful(own)
+
+
+@pytest.mark.interp
+def test_gate_without_the_nan_guard_fails(tmp_path: Path) -> None:
+    bad = mutant("moe_gate", {'tl.where(x == x, x, float("-inf"))': "x"}, tmp_path)
+    with pytest.raises(AssertionError):
+        ids_are_lawful(bad)
+
+
+@pytest.mark.parametrize("top_k", [0, 6])
+def test_gate_refuses_a_top_k_that_cannot_be(top_k: int) -> None:
+    with pytest.raises(ValueError, match="top_k must be in 1..5"):
+        own.moe_gate(torch.zeros(1, 5), top_k, True)
+
+
+def check_worklist(
+    work: Worklist, ids: Tensor | None, slots: Tensor | None, num_experts: int, num_slots: int
+) -> None:
+    """The definition: every row that belongs to somebody lies in one segment of its own group."""
+    top_k = 1 if ids is None else ids.shape[1]
+    num_rows = ids.numel() if ids is not None else len(slots if slots is not None else ())
+    groups: dict[tuple[int, int], list[int]] = {}
+    left_out = []
+    for row in range(num_rows):
+        expert = 0 if ids is None else int(ids.flatten()[row])
+        slot = -1 if slots is None else int(slots[row // top_k])
+        if 0 <= expert < num_experts and (slots is None or 0 <= slot < num_slots):
+            groups.setdefault((slot, expert), []).append(row)
+        else:
+            left_out.append(row)
+    rows, segments = work.rows.tolist(), work.segments.tolist()
+    assert work.rows.dtype == work.segments.dtype == torch.int32
+    assert sorted(rows) == list(range(num_rows)), "each row once"
+    used = [tuple(s) for s in segments if s[3]]
+    assert segments[len(used) :] == [[-1, -1, 0, 0]] * (len(segments) - len(used))
+    keys = [(slot, expert) for slot, expert, _, _ in used]
+    assert keys == sorted(keys)
+    found: dict[tuple[int, int], list[int]] = {}
+    for slot, expert, first, count in used:
+        assert 0 < count <= work.block_m
+        found.setdefault((slot, expert), []).extend(rows[first : first + count])
+    assert found == groups, "rows of a group in their order"
+    covered = sum(len(own_rows) for own_rows in groups.values())
+    assert rows[covered:] == left_out
+    for (a, b, first, count), (c, d, after, _) in pairwise(used):
+        assert after == first + count and ((a, b) != (c, d) or count == work.block_m)
+
+
+def worklists_hold(module: ModuleType, sizes: tuple[int, ...]) -> None:
+    for num_tokens in sizes:
+        g = torch.Generator().manual_seed(num_tokens)
+        # Ids from -1 (another rank's) to E (a shared expert's); slots from -1 (base) to L (none).
+        ids = torch.randint(-1, 6, (num_tokens, 2), generator=g).int()
+        slots = torch.randint(-1, 4, (num_tokens,), generator=g).int()
+        for args in ((ids, None, 5, 0), (None, slots, 1, 3), (ids, slots, 5, 3)):
+            check_worklist(module.build_worklist(*args, 4), *args)
+
+
+@both
+def test_worklist_is_its_definition(form: str) -> None:
+    # 64 tokens are the last that one program sorts; 150 are too many for lists on a CPU.
+    worklists_hold(own, (0, 1, 64, 65) if form == "triton" else (0, 1, 5, 64, 150))
+
+
+# What a broken kernel writes past the end must hurt nobody else in this process.
+ROOM = {
+    "some.new_empty(num_rows, dtype=torch.int32)": (
+        "some.new_empty(num_rows + 9999, dtype=torch.int32)[:num_rows]"
+    ),
+    "some.new_empty(num_segments, 4, dtype=torch.int32)": (
+        "some.new_empty(num_segments + 999, 4, dtype=torch.int32)[:num_segments]"
+    ),
+}
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("other=-1)", "other=0)", id="1_past_the_end_is_token_0"),
+        pytest.param("(slot >= 0) & ", "", id="2_base_rows_enter"),
+        pytest.param("(expert >= 0) & ", "", id="6_expert_-1_is_the_slot_before"),
+        pytest.param("(expert < num_experts) & ", "", id="6_expert_E_is_the_slot_after"),
+    ],
+)
+def test_worklist_with_a_guard_reversed_fails(old: str, new: str, tmp_path: Path) -> None:
+    bad = mutant("moe_gate", ROOM | {old: new}, tmp_path)
+    with pytest.raises(AssertionError):
+        worklists_hold(bad, (5,))
+
+
+@both
+def test_every_slot_and_the_base_in_one_batch(form: str) -> None:
+    slots = torch.arange(-1, 8).repeat(3).int()
+    ids = torch.arange(27).remainder(4).int()[:, None]
+    check_worklist(own.build_worklist(ids, slots, 4, 8, 16), ids, slots, 4, 8)
+
+
+@both
+def test_nothing_is_kept_from_the_batch_before(form: str) -> None:
+    """Base after adapters, then a slot reloaded: the list follows the tensors, which are reused."""
+    slots = torch.tensor([0, 1, 2, -1]).int()
+    ids = torch.tensor([[0, 1]] * 4).int()
+    for values in ([0, 1, 2, -1], [-1, -1, -1, -1], [2, 2, -1, 0]):
+        slots.copy_(torch.tensor(values))
+        work = own.build_worklist(ids, slots, 2, 3, 16)
+        check_worklist(work, ids, slots, 2, 3)
+        assert work.groups is not None
+        assert [slot for slot, _ in work.groups] == sorted({v for v in values if v >= 0})
+
+
+def test_groups_name_the_rows_of_each_slot() -> None:
+    slots = torch.tensor([2, -1, 0, 2, 7]).int()
+    ids = torch.zeros(5, 2, dtype=torch.int32)
+    groups = own.build_worklist(ids, slots, 1, 3, 16).groups
+    assert groups is not None
+    assert [(s, r.tolist()) for s, r in groups] == [(0, [4, 5]), (2, [0, 1, 6, 7])]
+    assert own.build_worklist(ids, None, 1, 0, 16).groups == ()
+
+
+def test_long_lists_of_groups_agree_with_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = torch.randint(-1, 5, (40,), generator=torch.Generator().manual_seed(2)).int()
+    short = own.slot_groups(slots, 4, 3)
+    monkeypatch.setattr(own, "LIST_ROWS", 0)
+    long = own.slot_groups(slots, 4, 3)
+    assert [(s, r.tolist()) for s, r in short] == [(s, r.tolist()) for s, r in long]
+
+
+def worst_case(num_rows: int, num_groups: int, block_m: int, rng: random.Random) -> int:
+    """Segments of a partition that tries hard: one row in most groups, the rest anywhere."""
+    counts = [0] * num_groups
+    for row in range(num_rows):
+        place = row % num_groups if row < num_groups else rng.randrange(num_groups)
+        counts[place] += 1
+    return sum(-(-n // block_m) for n in counts)
+
+
+def test_a_worklist_cannot_overflow() -> None:
+    rng = random.Random(0)
+    tight = 0
+    for _ in range(500):
+        num_rows, num_groups = rng.randrange(0, 60), rng.randrange(1, 40)
+        block_m = rng.choice([1, 2, 4, 16])
+        capacity = own.segment_capacity(num_rows, num_groups, block_m)
+        need = max(worst_case(num_rows, num_groups, block_m, rng) for _ in range(3))
+        assert need <= capacity
+        tight += need == capacity
+    assert tight > 100, "the bound is met, not merely kept"
+    assert own.segment_capacity(4, 32, 16) == 4  # one token of GPT-OSS
+
+
+def test_a_worklist_needs_something() -> None:
+    with pytest.raises(ValueError, match="ids, slot_of_token or both"):
+        own.build_worklist(None, None, 1, 1, 16)
+
+
+@pytest.mark.parametrize("name", ["_sort_kernel", "_count_kernel", "_scatter_kernel"])
+def test_length_does_not_compile_anew(name: str) -> None:
+    kernel = getattr(own, name)
+    lengths = {"num_rows", "num_segments"} & set(kernel.arg_names)
+    assert lengths and lengths <= set(kernel.do_not_specialize)
+
+
+Build = Callable[..., Worklist]
+
+
+@pytest.mark.parametrize("build", [own._worklist_of_lists, own.build_worklist_reference])
+def test_both_cpu_forms_are_the_definition(build: Build) -> None:
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, 6, (33, 3), generator=g).int()
+    slots = torch.randint(-1, 4, (33,), generator=g).int()
+    for args in ((ids, None, 5, 0), (None, slots, 1, 3), (ids, slots, 5, 3)):
+        check_worklist(build(*args, 4), *args)

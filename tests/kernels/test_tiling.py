@@ -1,0 +1,114 @@
+"""Tile sizes: what ships is valid, the nearest key is taken, bad files are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.tiling import (
+    FOLDER,
+    OPS,
+    SHARED_BYTES,
+    Tiles,
+    load_tiles,
+    moe_block_m,
+    parse_tiles,
+    slot_block_m,
+    tiles_for,
+)
+
+FILES = sorted(FOLDER.glob("*.json"))
+
+
+def test_the_h200_and_a_default_ship() -> None:
+    assert {"NVIDIA_H200.json", "default.json"} <= {path.name for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_files_are_valid_and_fit(path: Path) -> None:
+    for op, entries in parse_tiles(json.loads(path.read_text()), path.name).items():
+        for (rows, _, _), tiles in entries:
+            # The rows of a tile at this key, whatever the number of experts from 8 up.
+            block_m = max(moe_block_m(rows, 1, 8), slot_block_m(rows))
+            if op == "lora_expand":
+                continue  # its reduction is the rank, not block_k
+            if op == "lora_shrink":
+                tiles = Tiles(64, tiles.block_k, num_stages=tiles.num_stages)
+            assert tiles.shared_bytes(block_m) <= SHARED_BYTES, (op, rows)
+
+
+def test_a_gpu_without_a_file_gets_the_default() -> None:
+    assert load_tiles("NVIDIA H100 PCIe") == load_tiles("")
+    assert load_tiles("NVIDIA H200") != load_tiles("")
+
+
+def entry(rows: int, out: int, in_: int, **tiles: Any) -> dict[str, Any]:
+    return {"rows": rows, "out": out, "in": in_, **tiles}
+
+
+def test_the_nearest_key_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entries = [
+        entry(4, 1024, 1024, block_n=32),
+        entry(64, 1024, 1024),
+        entry(64, 8192, 1024, block_n=128),
+    ]
+    (tmp_path / "default.json").write_text(json.dumps(dict.fromkeys(OPS, entries)))
+    monkeypatch.setattr("kernels.tiling.FOLDER", tmp_path)
+    # A name that no other test looks up: both functions remember.
+    gpu = "test GPU"
+    wanted = {(1, 1024): 32, (15, 1024): 32, (17, 1024): 64, (500, 2000): 64, (64, 4000): 128}
+    for (rows, out), block_n in wanted.items():
+        shape = {"rows": rows, "out": out, "in": 1024}
+        assert tiles_for("moe_gemm", shape, gpu).block_n == block_n, shape
+    with pytest.raises(KeyError):
+        tiles_for("softmax", {"rows": 1, "out": 1, "in": 1}, gpu)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (entry(1, 1, 1, block_n=48), "block_n must be a power of two"),
+        (entry(1, 1, 1, block_k=16), "block_k must be at least 32"),
+        (entry(1, 1, 1, split_k=0), "split_k must be in 1..64"),
+        (entry(1, 1, 1, num_warps="4"), "num_warps must be a power of two"),
+        (entry(1, 1, 1, num_warps=True), "num_warps must be a power of two"),
+        (entry(1, 1, 1, BLOCK_N=64), "BLOCK_N"),
+        (entry(0, 1, 1), "positive integers"),
+        ({"rows": 1, "out": 1}, "'in'"),
+        (entry(1, 1, 1, block_n=512, block_k=512), "shared memory"),
+    ],
+)
+def test_bad_entries_are_refused_by_name(bad: dict[str, Any], words: str) -> None:
+    raw = dict.fromkeys(OPS, [entry(1, 1, 1)]) | {"moe_gemm": [entry(1, 1, 1), bad]}
+    with pytest.raises(ValueError, match="my.json: moe_gemm") as error:
+        parse_tiles(raw, "my.json")
+    assert "[1]" in str(error.value) and words in str(error.value)
+
+
+def test_bad_files_are_refused_by_name() -> None:
+    good = dict.fromkeys(OPS, [entry(1, 1, 1)])
+    with pytest.raises(ValueError, match=r"missing ops \['lora_expand'\]"):
+        parse_tiles({k: v for k, v in good.items() if k != "lora_expand"}, "my.json")
+    with pytest.raises(ValueError, match=r"unknown \['conv'\]"):
+        parse_tiles(good | {"conv": []}, "my.json")
+    with pytest.raises(ValueError, match="my.json: moe_gemm must be a list"):
+        parse_tiles(good | {"moe_gemm": []}, "my.json")
+
+
+def test_block_m_follows_the_rows_of_an_expert() -> None:
+    assert [moe_block_m(t, 4, 32) for t in (1, 32, 128, 129, 512, 513, 1600)] == [
+        16, 16, 16, 32, 64, 128, 128,
+    ]  # fmt: skip
+    assert moe_block_m(0, 4, 32) == 16
+    assert slot_block_m(32) < slot_block_m(1600)
+
+
+def test_gpt_oss_needs_no_masks_in_the_reduction() -> None:
+    """2880 = 45 · 64: a block_k of 128 would leave half of its last step masked."""
+    for rows in (4, 32, 64, 128, 6400):
+        for out in (2880, 5760):
+            shape = {"rows": rows, "out": out, "in": 2880}
+            assert 2880 % tiles_for("moe_gemm_mxfp4", shape, "NVIDIA H200").block_k == 0
+        tiles = tiles_for("lora_shrink", {"rows": rows, "out": 32, "in": 2880}, "NVIDIA H200")
+        assert 2880 % (tiles.block_k * tiles.split_k) == 0
