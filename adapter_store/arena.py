@@ -72,9 +72,8 @@ class AdapterArena:
         num_cells = len(self.targets) * num_slots
         # One block for all tables, so that a publish is one copy: four of int64, then one of int32.
         self._tables = torch.zeros(num_cells * 36, dtype=torch.uint8, device=self.device)
-        self.a_off, self.b_off, self.a_stride, self.b_stride, self.lora_rank = self._views(
-            self._tables
-        )
+        self._device_views = self._views(self._tables)
+        self.a_off, self.b_off, self.a_stride, self.b_stride, self.lora_rank = self._device_views
         self._host = torch.zeros(num_cells * 36, dtype=torch.uint8)
         self._host_views = self._views(self._host)
         self._mirrors = [
@@ -83,11 +82,10 @@ class AdapterArena:
         ]
         # Now, and not at the first copy: pinning memory would break a graph that is being captured.
         self._staging = _Staging(self.device, copy_stream) if self._is_cuda else None
-        self._dirty = False
-        for slot in range(num_slots):
-            self.clear(slot)
+        self._changed: set[int] = set()
+        for table, fill in zip(self._host_views, (-1, -1, 0, 0, 0), strict=True):
+            table.fill_(fill)
         self._tables.copy_(self._host)
-        self._dirty = False
 
     def rows_of(self, layout: PackedLayout, spans: Sequence[Span]) -> SlotRows:
         """The tables' columns for an adapter that lies in these spans."""
@@ -134,13 +132,13 @@ class AdapterArena:
         columns = (rows.a_off, rows.b_off, rows.a_stride, rows.b_stride, rows.lora_rank)
         for table, column in zip(self._host_views, columns, strict=True):
             table[:, slot] = column
-        self._dirty = True
+        self._changed.add(slot)
 
     def clear(self, slot: int) -> None:
         """Let the tables name nothing in this slot, from the next `publish` on."""
         for table, fill in zip(self._host_views, (-1, -1, 0, 0, 0), strict=True):
             table[:, slot] = fill
-        self._dirty = True
+        self._changed.add(slot)
 
     def publish(self, stream: Any = None) -> bool:
         """Send changed tables to the device; whether they are all sent.
@@ -150,16 +148,18 @@ class AdapterArena:
                 waits: if the last two tables are still on their way, False, and the next call tries
                 again.
         """
-        if not self._dirty:
+        if not self._changed:
             return True
         if not self._is_cuda:
-            self._tables.copy_(self._host)
+            for table, host in zip(self._device_views, self._host_views, strict=True):
+                for slot in self._changed:
+                    table[:, slot] = host[:, slot]
         else:
             mirror = next((m for m in self._mirrors if m.is_free()), None)
             if mirror is None:
                 return False
             mirror.send(self._host, self._tables, stream)
-        self._dirty = False
+        self._changed.clear()
         return True
 
     def _views(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

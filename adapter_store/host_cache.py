@@ -38,8 +38,8 @@ _PRIVATE_PREFIX = "adapter-cache-"
 class HostCache:
     """Packed adapters in a folder, at most `max_bytes` of them. What is being fetched comes on top.
 
-    folder  None: a private one in shared memory, removed by `close` and at exit; one left by a
-            killed process is removed by the next who makes one
+    folder  None: a private one in shared memory (among temporary files if that is too small),
+            removed by `close` and at exit; one left by a killed process goes with the next
     lock_timeout_s  how long to wait for another process that fetches the same;  room_timeout_s  for
                     room in the budget
     Safe to use from several threads and processes at once.
@@ -56,7 +56,7 @@ class HostCache:
         self._lock_timeout_s = lock_timeout_s
         self._room_timeout_s = room_timeout_s
         self._private = folder is None
-        self.folder = _private_folder() if folder is None else folder.absolute()
+        self.folder = _private_folder(max_bytes) if folder is None else folder.absolute()
         for name in ("packed", "alias", "lock", "scratch"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         alive = _hold(self.folder / "lock" / "alive") if self._private else None
@@ -310,9 +310,11 @@ def _remove_unless_open(path: Path) -> bool:
     return True
 
 
-def _private_folder() -> Path:
-    shm = Path("/dev/shm")
-    parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+def _private_folder(max_bytes: int) -> Path:
+    """A new folder in shared memory; among temporary files where that is small (containers)."""
+    shm, parent = Path("/dev/shm"), Path(tempfile.gettempdir())
+    if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= max_bytes:
+        parent = shm
     for path in parent.glob(f"{_PRIVATE_PREFIX}*"):
         mine = path.stat().st_uid == os.getuid() if path.is_dir() else False
         young = mine and time.time() - path.stat().st_mtime < 60

@@ -65,9 +65,13 @@ class Op:
     flops: Callable[[Inputs], int] | None = None
 
 
+# Read once: `@triton.jit` reads it when a kernel is defined, so a later change would change nothing but the dispatch.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
 def interpreting() -> bool:
     """True under TRITON_INTERPRET=1, where `@triton.jit` functions run on CPU tensors (fp32 only)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return _INTERPRETING
 
 
 _reference_only = False
@@ -84,18 +88,20 @@ def use_triton(x: Tensor) -> bool:
     return (x.is_cuda or interpreting()) and not _reference_only
 
 
-_compiles = 0
+_compiled: list[str] = []
 
 
-def count_compiles() -> int:
-    """Kernels compiled (or fetched from the compile cache) in this process since the first call, which starts the count."""
+def compiled_kernels() -> list[str]:
+    """Names of the kernels compiled (or fetched from the compile cache) in this process since the first call, one a variant.
+
+    A serving process wants none after its warm-up: a request would wait for the compiler.
+    """
     import triton
 
     if triton.knobs.runtime.jit_cache_hook is None:
 
-        def count(*args: Any, **kwargs: Any) -> None:
-            global _compiles
-            _compiles += 1
+        def note(*args: Any, **kwargs: Any) -> None:
+            _compiled.append(str(kwargs.get("repr", "")))
 
-        triton.knobs.runtime.jit_cache_hook = count
-    return _compiles
+        triton.knobs.runtime.jit_cache_hook = note
+    return _compiled

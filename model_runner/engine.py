@@ -21,7 +21,7 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
 from kernels.lora_tables import LoraTables
-from kernels.op import count_compiles
+from kernels.op import compiled_kernels
 from model_runner.config import EngineConfig
 from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
 from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
@@ -120,9 +120,10 @@ class Engine:
         self._seeds = itertools.count(config.seed if config.seed is not None else int.from_bytes(os.urandom(6), "little"))
         self._counts, self._finished, self._by_tenant = Counter[str](), Counter[str](), Counter[str]()
         self._last_step = time.monotonic()
+        self._compiles_before = len(compiled_kernels())
         self.runner.warm_up()
         self._warm_up_prefill()
-        self._compiles_before = count_compiles()
+        self._compiles_before = len(compiled_kernels())
 
     # ---- requests in ------------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Engine:
             resident=store.resident,
             by_tenant=dict(self._by_tenant),
             distinct_experts=self.runner.distinct_experts() if count_experts else 0.0,
-            compiles=count_compiles() - self._compiles_before,
+            compiles=len(compiled_kernels()) - self._compiles_before,
             step_age_s=time.monotonic() - self._last_step if self.has_work else 0.0,
         )
 
@@ -306,6 +307,10 @@ class Engine:
             "kv_pages": self.pool.num_pages,
             "arena_bytes": self.store.stats().arena_bytes,
         }
+
+    def late_compiles(self) -> list[str]:
+        """Kernels that were compiled after the warm-up, while a request waited. Should be empty."""
+        return compiled_kernels()[self._compiles_before :]
 
     def check(self) -> None:
         """Bookkeeping of pages and slots. Errors: AssertionError with the numbers."""

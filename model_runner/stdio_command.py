@@ -84,6 +84,7 @@ def _handle(engine: Engine, refs: dict[str, AdapterRef], line: str) -> list[dict
             return None
         if command == "stats":
             stats = dataclasses.asdict(engine.stats(count_experts=True))
+            stats["late_compiles"] = engine.late_compiles()
             stats["resident"] = [str(ref["adapter_id"]) for ref in stats["resident"]]
             return [{"stats": stats}]
         if command == "abort":

@@ -43,7 +43,7 @@ class DecodeGraphs:
     def capture(self, size: int, buffer: HostBuffer, step: StepFn) -> None:
         """Run `step` eagerly until its kernels are compiled, then capture it."""
         for name, view in buffer.view.items():
-            view[...] = -1 if name in ("slot_of_token", "sources", "write_idx") else 0
+            view[...] = -1 if name.startswith(("slot_of_token", "sources", "write_idx")) else 0
         buffer.view["seq_lens"][:] = 1
         buffer.view["cu_q"][:] = range(buffer.shape.rows + 1)
         buffer.view["logit_rows"][:] = range(buffer.shape.rows)

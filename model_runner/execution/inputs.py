@@ -31,19 +31,22 @@ class StepShape:
     groups: int
 
     def columns(self) -> tuple[tuple[str, tuple[int, ...], type], ...]:
-        """(name, shape, numpy type) of everything that goes to the device."""
+        """(name, shape, numpy type) of everything that goes to the device.
+
+        One column a KV group, not one array: each begins aligned, and Triton compiles apart for pointers that do not.
+        """
         s, t, z = self.rows, self.tokens, self.logits
         return (
             ("token_ids", (t,), np.int64),
             ("positions", (t,), np.int64),
-            ("write_idx", (self.groups, t), np.int64),
+            *((f"write_idx{g}", (t,), np.int64) for g in range(self.groups)),
             ("logit_rows", (z,), np.int64),
             ("sources", (t,), np.int64),
             ("sample_rows", (z,), np.int64),
             ("slot_of_token", (t,), np.int32),
             ("cu_q", (s + 1,), np.int32),
             ("seq_lens", (s,), np.int32),
-            ("page_table", (self.groups, s, self.pages), np.int32),
+            *((f"page_table{g}", (s, self.pages), np.int32) for g in range(self.groups)),
             ("temperature", (z,), np.float32),
             ("uniform", (z,), np.float32),
             ("num_rows", (1,), np.int32),
@@ -128,10 +131,12 @@ def fill_decode(
     v["token_ids"][:n] = [ids[0] if ids else 0 for ids in batch.token_ids]
     v["token_ids"][n:] = 0
     table = tables.table[:, rows, :columns]  # [groups, S, M]
-    v["page_table"][:, :n], v["page_table"][:, n:] = table, 0
     page, offset = np.divmod(starts, page_tokens)  # [S] twice
-    v["write_idx"][:, :n] = table[:, np.arange(n), page] * page_tokens + offset
-    v["write_idx"][:, n:] = -1
+    at = np.arange(n)
+    for g, pages in enumerate(table):
+        v[f"page_table{g}"][:n], v[f"page_table{g}"][n:] = pages, 0
+        v[f"write_idx{g}"][:n] = pages[at, page].astype(np.int64) * page_tokens + offset
+        v[f"write_idx{g}"][n:] = -1
     v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
     v["logit_rows"][:] = v["sample_rows"][:] = np.arange(buffer.shape.rows)
     v["num_rows"][0] = n
@@ -151,7 +156,6 @@ def fill_mixed(
     v = buffer.view
     rows = tables.rows(batch)
     table = tables.table[:, rows, :columns]  # [groups, S, M]
-    v["page_table"][:] = table
     counts = np.array(batch.num_tokens, np.int64)  # [S]
     starts = np.array(batch.starts, np.int64)  # [S]
     ends = counts.cumsum()
@@ -169,7 +173,9 @@ def fill_mixed(
         else:
             v["token_ids"][end - 1], v["sources"][end - 1] = 0, batch.sources[s]
     page, offset = np.divmod(positions, page_tokens)  # [T] twice
-    v["write_idx"][:] = table[:, row_of_token, page].astype(np.int64) * page_tokens + offset
+    for g, pages in enumerate(table):
+        v[f"page_table{g}"][:] = pages
+        v[f"write_idx{g}"][:] = pages[row_of_token, page].astype(np.int64) * page_tokens + offset
     v["logit_rows"][:], v["sample_rows"][:] = logit_rows, sample_rows
     v["num_rows"][0] = len(counts)
     fill_sampling(buffer, batch, sample_rows)

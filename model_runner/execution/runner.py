@@ -216,7 +216,7 @@ class ModelRunner:
             seq_lens=views["seq_lens"],
             slot_of_token=slots,
             logit_rows=views["logit_rows"],
-            groups=tuple(KvGroupContext(views["page_table"][g], views["write_idx"][g]) for g in groups),
+            groups=tuple(KvGroupContext(views[f"page_table{g}"], views[f"write_idx{g}"]) for g in groups),
             group_of_layer=self._layout.group_of_layer,
             caches=self._caches,
             max_q=max_q,

@@ -304,7 +304,8 @@ class Scheduler:
         self.num_preemptions += 1
         self._running.remove(seq)
         self._chunks.pop(seq, None)
-        seq.num_charged = max(seq.num_charged, seq.num_computed)
+        if seq.num_total > seq.prompt_len:  # its prompt was charged, its output as it was drawn
+            seq.num_charged = seq.num_total
         seq.num_computed = 0
         seq.status = SequenceStatus.WAITING
         if not seq.num_in_flight:

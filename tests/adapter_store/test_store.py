@@ -106,6 +106,12 @@ def take(store: AdapterStore, ref: AdapterRef) -> AdapterSlot:
     return lease
 
 
+def acquired(store: AdapterStore, ref: AdapterRef) -> AdapterSlot:
+    """The lease of somebody who has called prefetch before."""
+    lease: AdapterSlot = drive(store, lambda: store.acquire(ref))
+    return lease
+
+
 def use(store: AdapterStore, ref: AdapterRef) -> AdapterSlot:
     """Take and give back."""
     lease = take(store, ref)
@@ -169,7 +175,7 @@ def test_one_fetch_for_many_waiters(bench: Bench, s3: S3Server) -> None:
             store.prefetch(one)
             if i % 3 == 0:
                 store.forget(one)
-        leases = [drive(store, lambda one=one: store.acquire(one)) for one in refs]
+        leases = [acquired(store, one) for one in refs]
         assert {lease.index for lease in leases} == {leases[0].index}
         assert len({lease.lease_id for lease in leases}) == 50
         assert relay.count("GET", "adapter_model.safetensors") == 1
@@ -189,7 +195,7 @@ def test_all_waiters_gone_harms_nobody(bench: Bench) -> None:
     store.forget(a)
     gate.set()
     for ref in (b, a):
-        lease = drive(store, lambda ref=ref: store.acquire(ref))
+        lease = acquired(store, ref)
         assert_slot_holds(arena_of(store), lease.index, weights_of(ref))
 
 

@@ -133,6 +133,8 @@ def run_closed_loop(client: Client, args: argparse.Namespace, names: list[str | 
     for thread in threads:
         thread.join()
     wall, stats = time.perf_counter() - started, client.stats()
+    for name in stats.get("late_compiles", ()):
+        print(f"compiled after warm-up: {name}", file=sys.stderr)
     bad = [d["error"] for d in done if d["error"] or len(d["ids"]) != args.tokens_out]
     if bad:
         sys.exit(f"{len(bad)} of {total} requests did not come back whole: {bad[:3]}")

@@ -405,6 +405,17 @@ def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(service: Service) ->
     wait_until(lambda: service.metrics()("moe_replicas", model="demo") == 2, 60)
 
 
+def test_without_its_router_the_service_goes_on(service: Service) -> None:
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    ray.kill(ray.get_actor(next(n for n in names if "#Router#" in n), namespace="serve"))
+    line = QUESTIONS[1]
+    for style in STYLES:
+        answer = ask(service.client(style), style, line["question"])
+        assert answer.choices[0].message.content == line[style]
+    wait_until(lambda: httpx.get(f"{service.url}/metrics").status_code == 200, 60)
+    wait_until(lambda: service.metrics()("moe_replicas") == 3, 60)
+
+
 def test_health_and_readiness(service: Service) -> None:
     assert httpx.get(f"{service.url}/health").status_code == 200
     wait_until(lambda: httpx.get(f"{service.url}/ready").status_code == 200, 30)

@@ -195,3 +195,14 @@ def test_one_whose_bytes_are_still_far_makes_nobody_wait(monkeypatch: pytest.Mon
     world.drain()
     assert waiting in world.finished
     world.check_answers()
+
+
+@BOTH
+def test_what_a_preemption_computes_again_is_not_charged_again(look_ahead: bool) -> None:
+    world = World(12, max_model_len=40, prefix_cache=False, look_ahead=look_ahead)
+    for i in range(8):
+        world.add(request(i, (i + 1, 2, 3), weight=2.0, max_tokens=30, ignore_eos=True))
+    account = world.seqs[0].account
+    world.drain()
+    assert world.scheduler.num_preemptions > 0
+    assert account.counter == 8 * (3 + 2 * 30) / 2.0
