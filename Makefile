@@ -23,17 +23,18 @@ demo: $(READY) ## set up, then serve three tenants from a local S3 server until 
 serve: $(READY) ## the service alone; args="config=FILE" names another config than deployments/default.yaml
 	@exec $(BIN)/serve run deployments:app $(args)
 
-test: $(READY) ## set up, then run what CI runs
-	$(PYTEST) -m "not gpu and not multigpu and not slow"
+test: test-interp ## set up, then run what CI runs
+	$(PYTEST) -m "not interp and not gpu and not multigpu and not slow"
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
-	TRITON_INTERPRET=1 $(PYTEST) -m interp tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "interp and not slow" tests/kernels
 
 test-gpu: $(READY) ## what needs a CUDA device
 	$(PYTEST) -m "gpu or multigpu"
 
-test-full: $(READY) test-interp ## every test there is; those without their device are skipped
-	$(PYTEST) --timeout 900
+test-full: $(READY) ## every test there is; those without their device are skipped
+	TRITON_INTERPRET=1 $(PYTEST) --timeout 900 -m interp tests/kernels
+	$(PYTEST) --timeout 900 -m "not interp"
 
 fmt: $(READY) ## format, and mend what ruff can mend
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .

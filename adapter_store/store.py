@@ -195,6 +195,13 @@ class AdapterStore:
         """Why the last load of this ref failed; None if it did not, or another try is under way."""
         return self._prefetcher.error_of(ref)
 
+    def lacks_slot(self, ref: AdapterRef) -> bool:
+        """Whether its bytes are on the host and it only waits for room on the device."""
+        digest = self._prefetcher.resolve(ref)
+        if digest is None or self._table.state_of(digest) != SlotState.EMPTY:
+            return False
+        return self._prefetcher.layout_of(digest) is not None
+
     def digest_of(self, ref: AdapterRef) -> str | None:
         """The content to serve this ref with, now; None while that is not known.
 

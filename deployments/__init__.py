@@ -1,5 +1,7 @@
-"""HTTP, tenants, routing: the only room that knows Ray. `serve run deployments:app` reads `app`
-here, made when asked for."""
+"""HTTP, tenants, routing: the only room that knows Ray.
+
+`serve run deployments:app` reads `app` here, made when asked for.
+"""
 
 from collections.abc import Callable
 from importlib import import_module

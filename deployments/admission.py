@@ -1,5 +1,7 @@
-"""From the body of an HTTP request to `Request`s of the engine: parsed, checked, tokenized. Who
-asks is known already."""
+"""From the body of an HTTP request to `Request`s of the engine: parsed, checked, tokenized.
+
+Who asks is known already.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -138,7 +140,7 @@ def _sampling(
     }
     values = {name: value for name, value in given.items() if value is not None}
     sampling = SamplingParams(seed=wire.seed, max_tokens=max_tokens, logprobs=logprobs, **values)
-    problem = sampling.problem()
+    problem = (sampling.problem() or "").replace("stop_ids", "stop_token_ids")
     if problem:
         raise ApiError(400, problem, param=problem.split()[0])
     if len(wire.stop_strings()) > _MAX_STOP:

@@ -1,5 +1,7 @@
-"""What goes wrong, in the words and shapes of OpenAI's API. The one table from error code to HTTP
-status is here."""
+"""What goes wrong, in the words and shapes of OpenAI's API.
+
+The one table from error code to HTTP status is here.
+"""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,9 @@
-"""Wires ingress, router, replicas and adapter actors into one Ray Serve application. Nothing else
-wires."""
+"""Wires ingress, router, replicas and adapter actors into one Ray Serve application.
+
+Nothing else wires. It works with and without Serve's environment flags, which Ray's processes read
+when they start: RAY_SERVE_THROUGHPUT_OPTIMIZED=1 is worth setting before `ray start` or `serve
+run`.
+"""
 
 import os
 import secrets
@@ -39,8 +43,10 @@ def app(args: AppArgs) -> Application:
 
 
 def build(config: ServiceConfig) -> Application:
-    """The application of a configuration. Errors: ConfigError for what is missing on this
-    machine."""
+    """The application of a configuration.
+
+    Errors: ConfigError for what is missing on this machine.
+    """
     for model in config.models:
         if not os.path.isfile(os.path.join(model.path, "config.json")):
             raise ConfigError(f"models: {model.name}: {model.path} holds no config.json")
@@ -63,8 +69,10 @@ def build(config: ServiceConfig) -> Application:
 
 
 def start(config: ServiceConfig) -> None:
-    """Start Serve where the configuration says, with its application; Ray must be running. Returns
-    when it is ready."""
+    """Start Serve where the configuration says, with its application;
+
+    Ray must be running. Returns when it is ready.
+    """
     serve.start(http_options={"host": config.http.host, "port": config.http.port})
     serve.run(build(config), route_prefix="/")
 

@@ -63,8 +63,7 @@ async def _wait_at_most(event: asyncio.Event, seconds: float) -> None:
 
 
 def join_outputs(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-    """One output for each sequence, in order of its first: tokens and logprobs joined, the rest of
-    its last."""
+    """One output for each sequence: tokens and logprobs joined, the rest from its last."""
     joined: dict[int, RequestOutput] = {}
     for output in outputs:
         before = joined.get(output.index)

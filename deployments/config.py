@@ -1,5 +1,7 @@
-"""`ServiceConfig`: one YAML file, typed and checked at the door. What it says is never changed
-later; no Ray here."""
+"""`ServiceConfig`: one YAML file, typed and checked at the door.
+
+What it says is never changed later. No Ray here.
+"""
 
 import os
 import posixpath
@@ -99,8 +101,11 @@ class S3Settings(_Section):
 
 
 class AdapterSettings(_Section):
-    """Where adapters lie. `root` is `s3://bucket/prefix` or a folder; uris without a scheme are
-    below it."""
+    """Where adapters lie.
+
+    root            `s3://bucket/prefix` or a folder; uris without a scheme are below it
+    host_cache_dir  the host tier of each node ("" = a folder in /dev/shm that goes with us)
+    """
 
     root: str = ""
     s3: S3Settings = S3Settings()
@@ -151,14 +156,13 @@ class HttpSettings(_Section):
     """Where the launcher makes Serve listen (`serve run` has its own default, the same one)."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
 
 
 class IngressSettings(_Section):
     """The HTTP side.
 
-    trusted_tenant_header  name of a header that names the tenant and beats the key: only where a
-    gateway sets it
+    trusted_tenant_header  a header that names the tenant and beats the key: only behind a gateway
     anonymous_tenant       tenant of requests without any credential ("" = refuse them)
     max_waiting_s          a client is told 503 after this long without its first token
     """
@@ -177,10 +181,8 @@ class IngressSettings(_Section):
 class ServiceConfig(_Section):
     """The whole service, see default.yaml for a commented example.
 
-    base_model_access  whether tenants may use a base without an adapter, where they do not say
-    otherwise
-    cache_secret_env   variable with the secret that seeds cache salts ("" = a random one at every
-    start)
+    base_model_access  may a tenant use a base without an adapter, if it does not say itself
+    cache_secret_env   variable with the secret of the cache salts ("" = random at every start)
     """
 
     models: tuple[ModelSettings, ...] = Field(min_length=1)
@@ -246,8 +248,7 @@ def load_config(path: str | Path = DEFAULT_CONFIG) -> ServiceConfig:
 
 
 def join_uri(root: str, uri: str) -> str:
-    """A uri as the store reads it: as it is if it has a scheme or is absolute, else below
-    `root`."""
+    """A uri as the store reads it: below `root`, unless it has a scheme or is absolute."""
     if "://" in uri or uri.startswith("/") or not root:
         return uri
     return f"{root.rstrip('/')}/{uri}"
@@ -255,7 +256,9 @@ def join_uri(root: str, uri: str) -> str:
 
 def _problems(config: ServiceConfig) -> Iterator[str]:
     models = [model.name for model in config.models]
-    yield from (f"models: {name!r} is there twice" for name in _doubles(models))
+    # Seats and deployments are named after models, with a dash for a slash.
+    plain = [name.replace("/", "-") for name in models]
+    yield from (f"models: {name!r} is there twice" for name in _doubles(plain))
     tenants = [tenant.tenant_id for tenant in config.tenants]
     yield from (f"tenants: {name!r} is there twice" for name in _doubles(tenants))
     keys = [key for tenant in config.tenants for key in tenant.api_keys]
@@ -305,7 +308,9 @@ def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig
     def absolute(value: str) -> str:
         return value if not value or "://" in value else str((folder / value).resolve())
 
-    adapters = config.adapters.model_copy(update={"root": absolute(config.adapters.root)})
+    given = config.adapters
+    folders = {"root": absolute(given.root), "host_cache_dir": absolute(given.host_cache_dir)}
+    adapters = given.model_copy(update=folders)
     models = tuple(
         model.model_copy(update={"path": absolute(model.path)}) for model in config.models
     )

@@ -54,7 +54,8 @@ def main() -> int:
     # Short: the path of a Unix socket, which Ray puts below it, has at most 107 characters.
     private = Path(tempfile.mkdtemp(prefix="demo-", dir="/tmp"))
     memory = Path("/dev/shm")
-    cache = Path(tempfile.mkdtemp(prefix="demo-", dir=memory if memory.is_dir() else private))
+    cache = (memory / private.name) if memory.is_dir() else private / "cache"
+    cache.mkdir(mode=0o700)
     server = LocalS3(private / "s3") if options.adapters == "s3" and weed_binary() else None
     if options.adapters == "s3" and server is None:
         say("no SeaweedFS for this machine: adapters come straight from their folder, without S3")

@@ -134,8 +134,7 @@ class Frontend:
         return target
 
     def meter(self, tenant: TenantConfig) -> "Meter":
-        """Count a request in. Errors: ApiError 429 where the tenant, or the ingress, has its
-        fill."""
+        """Count a request in. Errors: ApiError 429 where tenant or ingress has its fill."""
         settings = self.config.ingress
         if self._active.total() >= settings.max_concurrent_requests:
             raise overloaded(f"{settings.max_concurrent_requests} requests at once: try again")
@@ -153,8 +152,10 @@ class Frontend:
         return self._label(tenant.tenant_id)
 
     async def outputs(self, job: Job, meter: "Meter") -> Outputs:
-        """The job's outputs, each with its choice's number. Errors: ApiError for what failed in the
-        engine."""
+        """The job's outputs, each with its choice's number.
+
+        Errors: ApiError for what failed in the engine.
+        """
         text = self._texts[job.target.model]
         num_choices = job.requests[0].sampling.n
         streams = [text.stream(request, job.stop) for request in job.requests]
@@ -210,8 +211,7 @@ class _Times:
 
 
 class Meter:
-    """What one HTTP request costs: made when it enters, finished exactly once (later calls do
-    nothing)."""
+    """What one HTTP request costs: made when it enters, finished once; later calls do nothing."""
 
     def __init__(self, frontend: Frontend, tenant: TenantConfig) -> None:
         self._frontend = frontend

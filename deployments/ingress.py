@@ -1,5 +1,7 @@
-"""The HTTP face: routes in OpenAI's shapes in front of a `Frontend`, and the Ray deployment that
-ties it to the replicas."""
+"""The HTTP face: OpenAI's routes in front of a `Frontend`, and the deployment that ties it to Ray.
+
+What happens between a body and the engine is in frontend.py.
+"""
 
 import asyncio
 import logging
@@ -12,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Send
@@ -27,6 +29,7 @@ from model_runner import request as engine_request
 
 SYNC_PERIOD_S = 1.0
 _METRICS_MAX_AGE_S = 1.0
+_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
 _Prepare = Callable[[TenantConfig, bytes], Awaitable[Job]]
@@ -49,8 +52,7 @@ class ControlPlane(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose generator is closed the moment the client is gone, not when it is
-    collected."""
+    """Server-sent events whose generator is closed as soon as the client is gone."""
 
     body_iterator: AsyncGenerator[bytes, None]
 
@@ -162,8 +164,10 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled as soon as the client is gone. Errors:
-    ClientGone."""
+    """The result of `work`, which is cancelled as soon as the client is gone.
+
+    Errors: ClientGone.
+    """
     task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,8 +181,10 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Return when the client is gone. Serve says so by an error where its proxy has dropped the
-    request already."""
+    """Return when the client is gone.
+
+    Serve says so by an error where its proxy has dropped the request already.
+    """
     with suppress(RayError):
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -207,7 +213,7 @@ class ReplicaBackend:
             except BackPressureError as exc:
                 yield _failed(request, engine_request.ErrorCode.OVERLOADED, exc.message)
                 return
-            except RayError as exc:
+            except _TROUBLE as exc:
                 _log.warning("request %s lost its replica: %s", request.request_id, exc)
                 if begun or last_try:
                     words = "the replica that served this request is gone"
@@ -233,8 +239,10 @@ def _failed(
 
 
 class RouterLink:
-    """An ingress' line to the router: counts go there, the map comes back. Without it the last map
-    holds."""
+    """An ingress' line to the router: counts go there, the map comes back.
+
+    Without it the last map holds.
+    """
 
     def __init__(self, frontend: Frontend, router: DeploymentHandle) -> None:
         self._frontend = frontend
@@ -246,7 +254,7 @@ class RouterLink:
     async def run(self) -> None:
         """Sync for ever."""
         while True:
-            with suppress(RayError):
+            with suppress(*_TROUBLE):
                 await self.sync()
             await asyncio.sleep(SYNC_PERIOD_S)
 
@@ -258,7 +266,7 @@ class RouterLink:
         try:
             version = frontend.placement.version
             placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
-        except RayError:
+        except _TROUBLE:
             frontend.log.merge(delta)
             frontend.traffic.update(tokens)
             raise
@@ -274,7 +282,7 @@ class RouterLink:
         return self._rendered
 
     async def missing(self) -> list[str]:
-        with suppress(RayError):
+        with suppress(*_TROUBLE):
             await self.sync()
         seats = self._frontend.placement.seats
         return [model.name for model in self._frontend.config.models if not seats.get(model.name)]
@@ -282,8 +290,10 @@ class RouterLink:
 
 @serve.ingress()
 class Ingress:
-    """The deployment: a `Frontend` over the replicas' handles. Serve asks it for its application
-    once it is made."""
+    """The deployment: a `Frontend` over the replicas' handles.
+
+    Serve asks it for its application once it is made.
+    """
 
     def __init__(
         self,
@@ -295,7 +305,7 @@ class Ingress:
         backends = {name: ReplicaBackend(handle) for name, handle in replicas.items()}
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
-        self._sync = asyncio.get_event_loop().create_task(self._link.run())
+        self._sync = asyncio.create_task(self._link.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self._frontend, self._link)

@@ -200,8 +200,7 @@ class MetricLog:
 
 
 class TenantLabels:
-    """Tenant ids as labels: the configured ones up to a limit, all others one word, so that series
-    stay few."""
+    """Tenant ids as labels: the configured ones up to a limit, one word for all others."""
 
     def __init__(self, tenant_ids: Iterable[str], limit: int) -> None:
         self._known = frozenset(list(tenant_ids)[:limit])
@@ -211,8 +210,7 @@ class TenantLabels:
 
 
 class MetricRegistry(Collector):
-    """The series of the whole service, in the router: totals of all logs, and gauges of the
-    replicas of now."""
+    """The series of the whole service: totals of all logs, gauges of the replicas of now."""
 
     def __init__(self) -> None:
         self.totals = MetricLog()

@@ -1,16 +1,19 @@
 """One engine in one actor: streams its outputs, reports to the router, dies when its engine does.
-No HTTP, no text."""
+
+No HTTP, no text.
+"""
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, cast
-from uuid import uuid4
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
@@ -27,18 +30,17 @@ from model_runner.stats import EngineStats
 if TYPE_CHECKING:
     from adapter_store.sources.source import S3Options
 
-    pass
-
 REPORT_PERIOD_S = 1.0
 STUCK_S = 60.0
+_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 
 
 class Replica:
     """The deployment of one base model.
 
-    min_gap_s  between two messages of one stream;  host_cache_dir  the node's host tier, where the
-    model names none
+    host_cache_dir  the node's host tier, where neither model nor adapters name one
+    min_gap_s       between two messages of one stream
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -53,6 +55,8 @@ class Replica:
         from model_runner.engine import Engine
         from model_runner.engine_loop import EngineLoop
 
+        # The engine's thread must not wait 5 ms, Python's default, for this process' event loop.
+        sys.setswitchinterval(5e-5)
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)
         self._s3 = _s3_options(adapters)
@@ -82,8 +86,7 @@ class Replica:
     async def generate(
         self, request: Request, place: Place | None = None
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Run a request. `place` was for the request router. Closing this aborts the request in the
-        engine at once."""
+        """Run a request; closing this aborts it. `place` was for the request router."""
         stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
         async with aclosing(coalesce(stream, self._min_gap_s)) as messages:
             async for message in messages:
@@ -112,24 +115,27 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What request routers need to know of now: may a request spill over to this replica?"""
-        stats = self._loop.stats()
+        view = self._view()
         return {
-            "resident": [ref.adapter_id for ref in stats.resident],
-            "free_slots": stats.num_slots - stats.slots_in_use,
+            "resident": [ref.adapter_id for ref in view.resident],
+            "free_slots": view.free_slots,
         }
+
+    def _view(self) -> ReplicaView:
+        stats = self._loop.stats()
+        return ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
 
     async def _report_for_ever(self) -> None:
         while True:
-            with suppress(RayError):
+            with suppress(*_TROUBLE):
                 await self._report()
             await asyncio.sleep(REPORT_PERIOD_S)
 
     async def _report(self) -> None:
-        stats = self._loop.stats()
-        view = ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
-        delta = engine_delta(self._model, self._reported, stats)
+        view = self._view()
+        delta = engine_delta(self._model, self._reported, view.stats)
         orders: SeatOrders = await self._router.report.remote(view, delta)
-        self._reported = stats
+        self._reported = view.stats
         self._seat_lost = not orders.seated
         news = [ref for ref in orders.homes if ref not in self._wanted]
         if news:  # apart from the reports: a seat is lost if they stop
@@ -139,17 +145,15 @@ class Replica:
             task.add_done_callback(self._fetch_tasks.discard)
 
     async def _prefetch(self, refs: list[AdapterRef]) -> None:
-        """Have the node's actor fetch adapters that live on this seat, so that requests find them
-        near."""
+        """Have the node's actor fetch adapters of this seat, so that requests find them near."""
         try:
             async with self._fetches:
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(self._make_actor)
             await self._actor.prefetch.remote(self._model, refs)
-        except (
-            RayError
-        ) as exc:  # the actor died with the replica that made it: the next try makes one
-            _log.warning("the node's adapter actor is gone: %s", exc)
+        except RayError as exc:
+            # It died with the replica that made it, or gave up: the next try makes one if needed.
+            _log.warning("nothing was fetched ahead: %s", exc)
             self._actor = None
             self._wanted.difference_update(refs)
 
@@ -171,13 +175,12 @@ class Replica:
         return actor
 
     async def __del__(self) -> None:
-        """Serve awaits this when the replica is stopped in order: its streams have ended by
-        then."""
+        """Serve awaits this when the replica is stopped in order, after its streams."""
         if not hasattr(self, "_seat"):
             return
         for task in (self._reports, *self._fetch_tasks):
             task.cancel()
-        with suppress(RayError):
+        with suppress(*_TROUBLE, TimeoutError):
             await asyncio.wait_for(
                 _done(self._router.release.remote(self._seat, self._replica_id)), 1
             )
@@ -198,11 +201,6 @@ async def _done(response: Any) -> None:
 
 
 def _identity() -> tuple[str, str]:
-    """Names of this replica and its node; made up where Serve runs in a plain process for a
-    test."""
-    try:
-        replica_id = serve.get_replica_context().replica_id.unique_id
-    except Exception:  # Serve has its own error for this, which is no part of its API
-        replica_id = uuid4().hex
-    node_id = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-    return replica_id, node_id
+    """Names of this replica and of its node."""
+    replica_id: str = serve.get_replica_context().replica_id.unique_id
+    return replica_id, ray.get_runtime_context().get_node_id()

@@ -61,8 +61,7 @@ class Router:
         self._metrics = MetricRegistry()
 
     async def claim(self, model: str, replica_id: str, node_id: str) -> str:
-        """A seat for a new replica: the lowest that is free, so that a replica restarted takes over
-        from itself."""
+        """A seat for a new replica: the lowest that is free, which a restarted one had before."""
         self._expire()
         number = 0
         while f"{model}-{number}" in self._leases:
@@ -93,8 +92,10 @@ class Router:
     async def sync(
         self, known_version: int, tokens: Mapping[str, int], delta: MetricDelta
     ) -> Placement | None:
-        """An ingress' turn: tokens by adapter_id since its last one in, the map out, None if it
-        knows that version."""
+        """An ingress' turn: tokens by adapter_id since the last in, the map out.
+
+        None: it knows that version already.
+        """
         self._metrics.totals.merge(delta)
         self._add_traffic(tokens)
         self._place()

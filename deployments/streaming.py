@@ -1,5 +1,7 @@
-"""From an engine's outputs to the chunks and answers of OpenAI's API. No HTTP machinery, and no
-tokenizing of prompts."""
+"""From an engine's outputs to the chunks and answers of OpenAI's API.
+
+No HTTP machinery, and no tokenizing of prompts.
+"""
 
 import asyncio
 import json
@@ -82,6 +84,7 @@ class Writer:
     """Spells the outputs of one HTTP request. `index` is the choice's number, over all prompts."""
 
     prefix = ""
+    object = ""
 
     def __init__(
         self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
@@ -124,8 +127,6 @@ class Writer:
         if self._include_usage:
             chunk["usage"] = usage
         return sse(chunk)
-
-    object = ""
 
     def _spell(self, token_id: int, logprob: float) -> TopLogprob:
         raw = self._tokenizer.token_bytes(token_id)
@@ -285,8 +286,10 @@ def error_events(error: ApiError) -> bytes:
 async def interleave(
     streams: Sequence[AsyncGenerator[TextOutput, None]],
 ) -> AsyncGenerator[tuple[int, TextOutput], None]:
-    """Outputs of several streams as they come, each with its stream's number. Closing this closes
-    all of them."""
+    """Outputs of several streams as they come, each with its stream's number.
+
+    Closing this closes all of them.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for output in only:

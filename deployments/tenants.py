@@ -1,5 +1,7 @@
-"""Who is asking, and what may they use: API key and model name -> tenant, base model, adapter. No
-HTTP here."""
+"""Who is asking, and what may they use:
+
+API key and model name -> tenant, base model, adapter. No HTTP here.
+"""
 
 import hmac
 from collections.abc import Iterable
@@ -42,14 +44,16 @@ class Target:
 
 
 class TenantDirectory:
-    """All tenants. A lookup costs a dictionary access, and its answer for a foreign name is that
-    for an unknown one."""
+    """All tenants.
+
+    A lookup costs a dictionary access, and its answer for a foreign name is that for an unknown
+    one.
+    """
 
     def __init__(
         self, tenants: Iterable[TenantConfig], models: Iterable[str], salt_key: bytes
     ) -> None:
-        """salt_key  secret of this deployment, the same in every ingress: it seeds the cache
-        salts."""
+        """salt_key  the deployment's secret, the same in every ingress: it seeds cache salts."""
         self._models = tuple(models)
         self._salt_key = salt_key
         self._tenants = {tenant.tenant_id: tenant for tenant in tenants}
@@ -58,16 +62,20 @@ class TenantDirectory:
         }
 
     def tenant_of_key(self, api_key: str) -> TenantConfig | None:
-        """The owner of an API key. Only its digest is looked up, so timing tells nothing of the
-        keys."""
+        """The owner of an API key.
+
+        Only its digest is looked up, so timing tells nothing of the keys.
+        """
         return self._by_digest.get(key_digest(api_key))
 
     def tenant(self, tenant_id: str) -> TenantConfig | None:
         return self._tenants.get(tenant_id)
 
     def resolve(self, tenant: TenantConfig, name: str) -> Target | None:
-        """What `name` is for this tenant: a base, one of its adapters, or `base:adapter`. None:
-        nothing."""
+        """What `name` is for this tenant: a base, one of its adapters, or `base:adapter`.
+
+        None: nothing.
+        """
         if name in self._models:
             return Target(name) if tenant.base_model_access else None
         base, colon, adapter_name = name.rpartition(":")
@@ -82,8 +90,7 @@ class TenantDirectory:
         return bases + sorted(tenant.adapters)
 
     def cache_salt(self, tenant: TenantConfig) -> str:
-        """Seed of the tenant's prefix hashes: nobody outside can guess it, no other tenant shares
-        it."""
+        """Seed of the tenant's prefix hashes: unguessable, and no other tenant's."""
         return hmac.new(self._salt_key, tenant.tenant_id.encode(), sha256).hexdigest()
 
 

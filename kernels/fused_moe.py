@@ -167,7 +167,7 @@ def _grouped_product(
     _grouped_kernel[(num_segments * triton.cdiv(out, tiles.block_n),)](
         x, experts.blocks if mxfp4 else experts.weight, experts.scales if mxfp4 else x,
         experts.bias if experts.bias is not None else x, y, weights if weights is not None else x,
-        work.rows, work.segments, num_segments, x.stride(0), out, in_,
+        work.rows, work.segments, num_segments, x.stride(0), in_ // 2 if mxfp4 else in_, out, in_,
         X_DIV=x_div, MXFP4=mxfp4, HAS_BIAS=experts.bias is not None, WEIGHTED=weights is not None,
         BLOCK_M=work.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=tiles.group_m,
         EVEN_K=in_ % tiles.block_k == 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -207,7 +207,7 @@ def _mxfp4_values(codes, scales, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_segments"])
 def _grouped_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, weights_ptr, rows_ptr, segments_ptr,
-    num_segments, x_stride, out_features, in_features,
+    num_segments, x_stride, w_stride, out_features, in_features,
     X_DIV: tl.constexpr, MXFP4: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -240,7 +240,7 @@ def _grouped_kernel(
     if MXFP4:
         kb = tl.arange(0, BLOCK_K // 2)
         ks = tl.arange(0, BLOCK_K // 32)
-        w_ptrs = w_ptr + w_row[:, None] * (in_features // 2) + kb[None, :]
+        w_ptrs = w_ptr + w_row[:, None] * w_stride + kb[None, :]
         s_ptrs = scale_ptr + w_row[:, None] * (in_features // 32) + ks[None, :]
         for k0 in range(0, in_features, BLOCK_K):
             if EVEN_K:
@@ -267,7 +267,7 @@ def _grouped_kernel(
         if x_ptr.dtype.element_ty == tl.bfloat16:
             acc *= 18446744073709551616.0  # 2^64
     else:
-        w_ptrs = w_ptr + w_row[None, :] * in_features + k[:, None]
+        w_ptrs = w_ptr + w_row[None, :] * w_stride + k[:, None]
         for k0 in range(0, in_features, BLOCK_K):
             if EVEN_K:
                 x = tl.load(x_ptrs, mask=live[:, None], other=0.0)
@@ -425,7 +425,7 @@ def _sum_cases() -> Iterator[Case]:
 
 def _aot(down: bool) -> Iterator[AotSpec]:
     pointers = ("x_ptr", "w_ptr", "scale_ptr", "bias_ptr", "y_ptr")
-    numbers = ("x_stride", "out_features", "in_features")
+    numbers = ("x_stride", "w_stride", "out_features", "in_features")
     signature = {
         **dict.fromkeys(pointers, "*bf16"),
         "weights_ptr": "*fp32",

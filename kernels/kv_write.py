@@ -57,7 +57,7 @@ def kv_write_reference(
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, write_idx, v.to(v_cache.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["write_idx"])
 def _kv_write_kernel(
     k,
     v,

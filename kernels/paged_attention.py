@@ -84,17 +84,15 @@ def paged_attention(
     assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim, "caches unlike q"
     assert num_q % num_kv == 0, f"{num_q} query heads over {num_kv} kv heads"
     assert cu_q.shape[0] == num_rows + 1, f"cu_q {cu_q.shape[0]} for {num_rows} rows"
-    if max_q > 1:
-        out = torch.zeros(num_tokens, num_q, dim, dtype=q.dtype, device=q.device)  # [T, Q, D]
-        prefill(q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window)
-        if num_rows == 1:
-            return out  # the one row is the one with several queries
-    else:
-        # Here the kernel zeroes the tokens of no row: a fill of its own would cost one launch more.
-        out = torch.empty(num_tokens, num_q, dim, dtype=q.dtype, device=q.device)  # [T, Q, D]
+    # With decode rows alone the kernel itself zeroes the tokens of no row: a fill of its own would
+    # cost one launch more in every layer.
+    fresh = torch.zeros if max_q > 1 else torch.empty
+    out = fresh(num_tokens, num_q, dim, dtype=q.dtype, device=q.device)  # [T, Q, D]
     if num_tokens and num_rows:
-        args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window, max_len)
-        decode(*args)
+        args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window)
+        if max_q > 1:
+            prefill(*args)
+        decode(*args, max_len)
     return out
 
 
@@ -305,11 +303,11 @@ def make_case(
             seen = torch.randn(2, length - low, num_kv, dim, generator=draw, device=device)
             caches[:, place] = seen.to(dtype)
             table[row, : low // page] = 0  # fell out of the window, given back to the pool
-        num_queries = [count for count, _ in rows]
-        num_tokens = sum(num_queries) + spare
+        counts = [count for count, _ in rows]
+        num_tokens = sum(counts) + spare
         queries = torch.randn(num_tokens, num_q + 2, dim, generator=draw, device=device)
         lens = torch.tensor([length for _, length in rows], dtype=torch.int32)  # [S]
-        ends = torch.tensor([0, *num_queries], dtype=torch.int32).cumsum(0)  # [S + 1]
+        ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0)  # [S + 1]
         k_cache, v_cache = caches.view(2, total, page, num_kv, dim)  # [P, C, G, D] twice
         return {
             "q": queries.to(dtype)[:, :num_q],  # [T, Q, D], as a slice of qkv
@@ -321,7 +319,7 @@ def make_case(
             "scale": dim**-0.5,
             "window": window,
             "sinks": torch.randn(num_q, generator=draw, device=device).to(dtype) if sinks else None,
-            "max_q": max(num_queries),
+            "max_q": max(counts),
             "max_len": max_len or int(lens.max()),
         }
 

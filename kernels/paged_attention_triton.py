@@ -2,6 +2,8 @@
 
 For paged_attention.py alone, which has the contract, the truth and the cases: `decode` serves the
 rows of exactly one query, `prefill` those of several; each skips the other's rows.
+One compilation serves all lengths: counts and the strides that follow them are not specialised,
+nor is the alignment of the small tables, which may be slices of one uploaded buffer.
 """
 
 import functools
@@ -241,7 +243,10 @@ def _fold(q, k, v, seen, acc, top, total, scale, UPCAST: tl.constexpr):
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "table_stride", "num_splits"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "table_stride", "num_splits"],
+    do_not_specialize_on_alignment=["page_table", "seq_lens", "cu_q"],
+)
 def decode_kernel(
     q,
     k_cache,
@@ -325,7 +330,10 @@ def decode_kernel(
         tl.store(out + token.to(tl.int64) * (Q * D) + tile, value.to(dtype), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["seq_lens", "cu_q"],
+)
 def combine_kernel(
     parts,
     lse,
@@ -375,7 +383,10 @@ def combine_kernel(
     tl.store(place, value.to(out.dtype.element_ty), mask=dim < D)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "seq_lens", "cu_q"],
+)
 def prefill_kernel(
     q,
     k_cache,

@@ -69,7 +69,7 @@ def apply_rope_reference(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tenso
             x.copy_(wide)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rope_kernel(
     q,
     k,

@@ -1,7 +1,8 @@
 """Tile sizes: a pure function of the op, the shape and the GPU's name. Tested without a GPU.
 
-The numbers stand in tiles/*.json, one file a GPU name, default.json for all others. Not here: any
-kernel.
+The numbers stand in tiles/*.json, one file a GPU name, default.json for all others. Row counts are
+rounded up to a power of two first: whoever has run a model once with each power of two of tokens
+has compiled all that any other count will use. Not here: any kernel.
 """
 
 import json
@@ -56,23 +57,29 @@ def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
     Near the mean rows an expert gets. Depends on the padded batch size and the model alone, never
     on adapters.
     """
-    mean = num_tokens * top_k / max(1, num_experts)
+    mean = _power_of_two(num_tokens * top_k) / max(1, num_experts)
     return next((m for m in BLOCK_MS[:-1] if mean <= m), BLOCK_MS[-1])
 
 
 def slot_block_m(num_tokens: int) -> int:
     """Rows of one tile for LoRA on plain linears: in a prefill one adapter has many."""
-    return 16 if num_tokens <= 256 else 64
+    return 16 if _power_of_two(num_tokens) <= 256 else 64
 
 
 def tiles_for(op: str, shape: Mapping[str, int], gpu: str) -> Tiles:
     """The tiles of the nearest key in the GPU's file.
 
     shape  rows, out, in;  gpu  as torch.cuda.get_device_name gives it ("" = default)
-    Nearest: the least sum of |log2(wanted / key)| over the three; of equals the first in the file.
+    Nearest: the least sum of |log2(wanted / key)| over the three, rows rounded up to a power of
+    two; of equals the first in the file.
     Errors:  KeyError for an op that the file does not know.
     """
-    return _nearest(op, shape["rows"], shape["out"], shape["in"], gpu)
+    return _nearest(op, _power_of_two(shape["rows"]), shape["out"], shape["in"], gpu)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one from n up."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 @lru_cache(maxsize=4096)

@@ -108,6 +108,7 @@ class Engine:
             self.pool,
             self.store,
             self.model_config.eos_ids,
+            lacks_slot=self.store.lacks_slot,
         )
         self._look_ahead = (not on_cpu) if config.look_ahead is None else config.look_ahead
         self._lives: dict[str, list[Life]] = {}

@@ -1,5 +1,7 @@
-"""The placement policies by name. A literal: a Ray replica is another process, nothing registers
-itself."""
+"""The placement policies by name.
+
+A literal: a Ray replica is another process, nothing registers itself.
+"""
 
 from collections.abc import Callable, Iterable
 

@@ -28,11 +28,6 @@ class ReplicaView:
     def free_slots(self) -> int:
         return self.stats.num_slots - self.stats.slots_in_use
 
-    @property
-    def load(self) -> int:
-        """Requests that run or wait there."""
-        return self.stats.running + self.stats.waiting + self.stats.waiting_for_adapter
-
 
 @dataclass(frozen=True)
 class TenantLoad:
@@ -72,8 +67,10 @@ class Placement:
     places: dict[str, Place] = field(default_factory=dict)
 
     def place(self, model: str, adapter_id: str) -> Place | None:
-        """Where a request for `adapter_id` ("" = the base alone) goes; None: the map does not know
-        it."""
+        """Where a request for `adapter_id` ("" = the base alone) goes;
+
+        None: the map does not know it.
+        """
         if adapter_id:
             return self.places.get(adapter_id)
         seats = self.seats.get(model)

@@ -66,6 +66,7 @@ class HostBuffer:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         flat = self.memory.numpy()
         self.view = {n: flat[o : o + b].view(kind).reshape(dims) for n, dims, kind, o, b in self._plan}
+        self.own_views = self.device_views(self.memory)
 
     def device_views(self, memory: Tensor) -> dict[str, Tensor]:
         """The columns as tensors over a copy of this buffer."""

@@ -84,6 +84,7 @@ class ModelRunner:
         self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
         self._previous = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)  # tokens by row of the last step
         self._ring: dict[StepShape, list[HostBuffer]] = {}
+        self._last_buffer: HostBuffer | None = None
         self._step = 0
         self._hits = torch.zeros((), dtype=torch.int64, device=device)
         self._hit_steps = 0
@@ -138,7 +139,7 @@ class ModelRunner:
 
     def _replay(self, batch: ScheduledBatch, size: int) -> tuple[Tensor, Tensor]:
         assert self._graphs is not None
-        buffer = self._host_buffer(self._decode_shape(size))
+        buffer = self._ring_buffer(self._decode_shape(size))
         fill_decode(buffer, self._tables, batch, self._page_tokens, self._columns)
         self._hit_steps += 1
         return self._graphs.replay(size, buffer)
@@ -266,19 +267,24 @@ class ModelRunner:
     def _decode_shape(self, size: int) -> StepShape:
         return StepShape(size, size, size, self._columns, len(self._layout.groups))
 
-    def _host_buffer(self, shape: StepShape) -> HostBuffer:
-        """A buffer of this shape that no step in flight reads. Shapes of mixed steps rarely repeat: they get a fresh one."""
-        pinned = self.device.type != "cpu"
-        if shape.tokens != shape.rows:
-            return HostBuffer(shape, pinned)
+    def _ring_buffer(self, shape: StepShape) -> HostBuffer:
+        """A pinned buffer of a graph's shape that no step in flight reads."""
         ring = self._ring.setdefault(shape, [])
         if len(ring) < BUFFERS:
-            ring.append(HostBuffer(shape, pinned))
+            ring.append(HostBuffer(shape, pinned=True))
             return ring[-1]
         ring.append(ring.pop(0))
         return ring[-1]
 
+    def _host_buffer(self, shape: StepShape) -> HostBuffer:
+        """A buffer for an eager step. On a CPU a step is over when launch returns, so the last one serves again."""
+        if self.device.type != "cpu":
+            return HostBuffer(shape, pinned=True)
+        if self._last_buffer is None or self._last_buffer.shape != shape:
+            self._last_buffer = HostBuffer(shape, pinned=False)
+        return self._last_buffer
+
     def _upload(self, buffer: HostBuffer) -> dict[str, Tensor]:
         if self.device.type == "cpu":
-            return buffer.device_views(buffer.memory)
+            return buffer.own_views
         return buffer.device_views(buffer.memory.to(self.device, non_blocking=True))

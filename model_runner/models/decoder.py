@@ -11,12 +11,12 @@ from torch import Tensor
 
 from adapter_store.weights import LoraTarget
 from kernels.fused_moe import ExpertWeights
-from kernels.norm import add_rms_norm, rms_norm
 from model_runner.layers.attention import Attention
 from model_runner.layers.context import ForwardContext
 from model_runner.layers.embedding import Embedding
 from model_runner.layers.linear import Linear
 from model_runner.layers.mlp import DenseMlp, MoeMlp
+from model_runner.layers.norm import RmsNorm
 from model_runner.layers.rope import rope_table
 from model_runner.models.base import ModelConfig, WeightReader
 
@@ -42,10 +42,10 @@ class NameMap:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """input_norm, post_norm [H]; attention; mlp dense or MoE."""
+    """A norm, attention, another norm, an MLP (dense or MoE); the residual runs past both halves."""
 
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: RmsNorm
+    post_norm: RmsNorm
     attention: Attention
     mlp: DenseMlp | MoeMlp
 
@@ -66,32 +66,34 @@ class Decoder:
         rope = c.rope
         self._rope = rope_table(rope.theta, rope.kind, rope.fields, c.head_dim, max_len, embed.device)
         self.layers = [self._load_layer(reader, n) for n in range(c.num_layers)]
-        self.norm = reader.read("model.norm.weight", (c.hidden_size,))
+        self.norm = self._load_norm(reader, "model.norm")
         head = embed if c.tied_embeddings else reader.read("lm_head.weight", (c.vocab_size, c.hidden_size))
         self.head = Linear(head, None, ((self._index["lm_head"], 0, c.vocab_size),))
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """token_ids [T] int64 -> logits of ctx.logit_rows [Z, V] in the model's dtype."""
-        eps = self.config.rms_eps
         residual = self.embedding(token_ids, ctx)  # [T, H]
-        x = rms_norm(residual, self.layers[0].input_norm, eps)
+        x = self.layers[0].input_norm(residual)
         for n, layer in enumerate(self.layers):
             x = layer.attention(x, ctx)
-            x = add_rms_norm(x, residual, layer.post_norm, eps)
+            x = layer.post_norm.add(x, residual)
             x = layer.mlp(x, ctx)
             last = n + 1 == len(self.layers)
-            x = add_rms_norm(x, residual, self.norm if last else self.layers[n + 1].input_norm, eps)
+            x = (self.norm if last else self.layers[n + 1].input_norm).add(x, residual)
         x = x[ctx.logit_rows]  # [Z, H]
         return self.head.apply(x, ctx, ctx.slot_of_token[ctx.logit_rows], ctx.logit_slot_work)  # [Z, V]
 
     def _load_layer(self, reader: WeightReader, n: int) -> DecoderLayer:
         p, c = f"model.layers.{n}.", self.config
         return DecoderLayer(
-            reader.read(p + "input_layernorm.weight", (c.hidden_size,)),
-            reader.read(p + "post_attention_layernorm.weight", (c.hidden_size,)),
+            self._load_norm(reader, p + "input_layernorm"),
+            self._load_norm(reader, p + "post_attention_layernorm"),
             self._load_attention(reader, n),
             self._load_moe(reader, p) if c.experts_of_layer[n] else self._load_dense(reader, p),
         )
+
+    def _load_norm(self, reader: WeightReader, name: str) -> RmsNorm:
+        return RmsNorm(reader.read(f"{name}.weight", (self.config.hidden_size,)), self.config.rms_eps)
 
     def _load_attention(self, reader: WeightReader, n: int) -> Attention:
         p, c = f"model.layers.{n}.self_attn.", self.config

@@ -29,7 +29,12 @@ from adapter_store.slot_table import AdapterSlot
 from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
 from adapter_store.weights import AdapterWeights, LoraTarget
-from tests.adapter_store.tiny_adapters import TARGETS, assert_slot_holds, write_peft_folder
+from tests.adapter_store.tiny_adapters import (
+    TARGETS,
+    assert_slot_holds,
+    read_slot,
+    write_peft_folder,
+)
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, Relay, S3Server, start_s3_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,6 +304,28 @@ def test_in_use_is_never_evicted(bench: Bench) -> None:
     store.release(held)
     assert drive(store, lambda: store.acquire(refs[2])).index == held.index
     assert_slot_holds(arena_of(store), other.index, weights_of(refs[1]))
+
+
+def test_an_evicted_adapter_is_gone_from_the_tables_while_the_next_one_loads(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.store(num_slots=1)
+    arena, gate = arena_of(store), threading.Event()
+    a, b = bench.ref("a", seed=1), bench.ref("b", seed=2)
+    index = use(store, a).index
+    copy_in = arena.copy_in
+
+    def slow(*args: Any) -> Any:
+        assert gate.wait(TIMEOUT_S)
+        return copy_in(*args)
+
+    monkeypatch.setattr(arena, "copy_in", slow)
+    store.prefetch(b)
+    drive(store, lambda: store.acquire(b) or store.stats().evictions)
+    store.poll()
+    assert all(read_slot(arena, index, target) is None for target in range(len(TARGETS)))
+    gate.set()
+    assert_slot_holds(arena, acquired(store, b).index, weights_of(b))
 
 
 def test_a_lease_behind_a_fence_ends_when_the_device_is_past_it(bench: Bench) -> None:

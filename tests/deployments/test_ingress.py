@@ -1,5 +1,7 @@
-"""The HTTP face in front of a backend that pretends: shapes, errors, limits, hang-ups. Without Ray
-and without an engine."""
+"""The HTTP face in front of a backend that pretends: shapes, errors, limits, hang-ups.
+
+Without Ray and without an engine.
+"""
 
 import asyncio
 import json
@@ -218,6 +220,8 @@ async def test_salt_is_the_tenants_own(face: Face) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -293,6 +297,8 @@ async def test_body_is_bounded(face: Face) -> None:
             yield b" " * 65536
 
     headers = {"Authorization": "Bearer sk-demo-pirate"}
+    response = await face.client.post("/v1/completions", content=b" " * limit, headers=headers)
+    assert assert_openai_error(response, 400)["code"] == "invalid_json"
     for content in (b" " * (limit + 1), drip()):
         response = await face.client.post("/v1/completions", content=content, headers=headers)
         assert_openai_error(response, 413)
@@ -325,6 +331,15 @@ async def test_failure_in_mid_stream_is_an_event(face: Face) -> None:
     face.backend._outputs = broken  # type: ignore[method-assign]
     chunks = events(await face.chat(stream=True))
     assert "choices" in chunks[0] and chunks[-1]["error"]["code"] == "engine_dead"
+
+
+async def test_nobody_waits_for_ever(face: Face) -> None:
+    face.backend.gap_s = 5
+    settings = face.frontend.config.ingress.model_copy(update={"max_waiting_s": 0.05})
+    face.frontend.config = face.frontend.config.model_copy(update={"ingress": settings})
+    for stream in (False, True):
+        assert_openai_error(await face.chat(stream=stream), 503)
+    assert not face.backend.running and face.frontend._active.total() == 0
 
 
 async def test_too_many_at_once(face: Face) -> None:

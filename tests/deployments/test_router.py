@@ -1,5 +1,7 @@
-"""The router as a plain object with a clock of its own: seats, leases, the map, the series. Without
-Ray."""
+"""The router as a plain object with a clock of its own: seats, leases, the map, the series.
+
+Without Ray.
+"""
 
 from pathlib import Path
 

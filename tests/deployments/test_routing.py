@@ -1,5 +1,7 @@
-"""How a request finds a replica, and what happens when it loses it. No cluster: Ray's parts are
-stood in for."""
+"""How a request finds a replica, and what happens when it loses it.
+
+No cluster: Ray's parts are stood in for.
+"""
 
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace

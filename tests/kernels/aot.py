@@ -35,7 +35,8 @@ def compile_spec(spec: AotSpec) -> Usage:
     """Compile one specification and report its resources.
 
     A type may end in ":16": a multiple of 16, which Triton finds out by itself at a launch.
-    Pointers always count as such: torch allocates so. Raises whatever the compiler raises.
+    Pointers count as such, since torch allocates so, unless the kernel does not look at their
+    alignment. Raises whatever the compiler raises.
     """
     fn = spec.fn
     while not isinstance(fn, JITFunction):
@@ -48,7 +49,8 @@ def compile_spec(spec: AotSpec) -> Usage:
     for place, name in enumerate(order):
         kind, _, multiple = spec.signature.get(name, "constexpr").partition(":")
         signature[name] = kind
-        if multiple or kind.startswith("*"):
+        aligned = kind.startswith("*") and not fn.params[place].do_not_specialize_on_alignment
+        if multiple or aligned:
             attrs[(place,)] = [["tt.divisibility", int(multiple or 16)]]
     accepted = inspect.signature(ASTSource.__init__).parameters
     constants = "constexprs" if "constexprs" in accepted else "constants"

@@ -3,11 +3,9 @@
 The same promises are tested of the torch form here and, marked `interp`, of the Triton kernels.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import kernels.paged_attention as attention
 import kernels.paged_attention_triton as triton_side
 from kernels.op import Inputs
 from kernels.paged_attention import Rows, make_case, paged_attention
+from tests.kernels.mutant import mutant
 
 NAN = float("nan")
 MIXED: Rows = ((1, 40), (7, 7), (0, 0), (12, 45), (1, 1), (3, 64))
@@ -99,10 +98,10 @@ def test_equals_the_definition(form: str, rows: Rows, window: int, sinks: bool) 
 
 
 @both
-@pytest.mark.parametrize("window", [0, 1, 15, 16, 17, 64])
+@pytest.mark.parametrize("window", [0, 1, 16, 17])
 def test_lengths_at_every_edge(form: str, window: int) -> None:
     """One key more or less than a page, a block, a split: as decode rows and as two queries."""
-    edges = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+    edges = (1, 15, 16, 17, 63, 64, 65, 128, 129, 257)
     for rows in ([(1, n) for n in edges], [(min(2, n), n) for n in edges]):
         inputs = batch(rows, window=window, max_len=1024)
         want = attention.paged_attention_reference(**inputs)
@@ -129,6 +128,14 @@ def test_a_padding_row_may_have_a_query_but_no_keys(form: str) -> None:
     got = paged_attention(**inputs)
     torch.testing.assert_close(got[:2].double(), want[:2], rtol=1e-4, atol=2e-6)
     assert torch.equal(got[2:], torch.zeros_like(got[2:]))
+
+
+@both
+@pytest.mark.parametrize("rows", [((1, 40),), ((1, 40), (1, 9))])
+def test_max_q_is_a_bound(form: str, rows: Rows) -> None:
+    inputs = batch(rows)
+    want = paged_attention(**inputs)
+    assert torch.equal(paged_attention(**{**inputs, "max_q": 4}), want)
 
 
 @both
@@ -217,19 +224,6 @@ def test_splits_are_bounded_and_fill_the_chip() -> None:
     assert choose(1, 8, 128, 132) == 1  # a window: no second launch
 
 
-def _without(line: str, instead: str, folder: Path) -> ModuleType:
-    """The Triton file with one line changed. Triton reads sources, so it must lie in a file."""
-    source = Path(triton_side.__file__).read_text()
-    assert source.count(line) == 1, f"{line!r} stands {source.count(line)} times"
-    path = folder / "changed.py"
-    path.write_text(source.replace(line, instead))
-    spec = importlib.util.spec_from_file_location("changed", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.interp
 @pytest.mark.parametrize(
     ("line", "instead"),
@@ -252,7 +246,7 @@ def _without(line: str, instead: str, folder: Path) -> ModuleType:
 def test_the_poison_finds_a_guard_taken_out(
     line: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = _without(line, instead, tmp_path)
+    changed = mutant("paged_attention_triton", {line: instead}, tmp_path)
     # Memory that nobody wrote holds NaN here, as it may on a GPU.
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     inputs = batch(((1, 300), (1, 70), (3, 30)), max_len=1024)
@@ -285,7 +279,7 @@ def test_a_captured_decode_follows_lengths_and_pages() -> None:
         out = paged_attention(**held)
     for inputs in (held, other):
         want = paged_attention(**{**inputs, "max_len": 4096})
-        pages = inputs["page_table"]
+        pages = inputs["page_table"].clone()
         assert inputs["k_cache"].shape[0] <= held["k_cache"].shape[0]
         for name in ("q", "seq_lens", "cu_q"):
             held[name].copy_(inputs[name])

@@ -101,6 +101,30 @@ def test_block_m_follows_the_rows_of_an_expert() -> None:
         16, 16, 16, 32, 64, 128, 128,
     ]  # fmt: skip
     assert moe_block_m(0, 4, 32) == 16
+
+
+@pytest.mark.parametrize(("top_k", "num_experts"), [(4, 32), (8, 128), (6, 64), (1, 16)])
+def test_powers_of_two_warm_every_choice(top_k: int, num_experts: int) -> None:
+    """What is compiled follows from these: no token count may need something new."""
+
+    def choice(num_tokens: int) -> tuple[object, ...]:
+        pairs = {"rows": num_tokens * top_k, "out": 5760, "in": 2880}
+        tokens = {"rows": num_tokens, "out": 4096, "in": 2880}
+        expert_ops = (
+            tiles_for("moe_gemm", pairs, "NVIDIA H200"),
+            tiles_for("moe_gemm_mxfp4", pairs, "NVIDIA H200"),
+            tiles_for("lora_shrink", pairs, "NVIDIA H200"),
+            moe_block_m(num_tokens, top_k, num_experts),
+        )
+        plain_ops = (tiles_for("lora_shrink", tokens, "NVIDIA H200"), slot_block_m(num_tokens))
+        return expert_ops, plain_ops
+
+    for which in (0, 1):
+        warm = {choice(1 << i)[which] for i in range(12)}
+        assert {choice(n)[which] for n in range(1, 2049)} == warm
+
+
+def test_plain_lora_has_larger_tiles_in_a_prefill() -> None:
     assert slot_block_m(32) < slot_block_m(1600)
 
 

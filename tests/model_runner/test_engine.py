@@ -234,6 +234,30 @@ def test_more_adapters_than_slots_take_turns(engine):
         small.close()
 
 
+def test_endless_work_for_one_adapter_does_not_starve_another():
+    small = make_engine(max_loras=1, max_num_seqs=4)
+    try:
+        endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+        for i in range(3):
+            small.submit(Request(f"busy-{i}", (5, 6, i + 7), endless, REFS["pirate"], tenant_id="busy"))
+        while small.stats().running < 3:
+            small.step()
+        small.submit(Request("late", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=4), REFS["formal"], tenant_id="late"))
+        fresh, ended = 3, False
+        for _ in range(6000):
+            for output in small.step():
+                if output.finish_reason is not None and output.request_id == "late":
+                    ended = True
+                elif output.finish_reason is not None:
+                    small.submit(Request(f"busy-{fresh}", (5, 6, 7), endless, REFS["pirate"], tenant_id="busy"))
+                    fresh += 1
+            if ended:
+                break
+        assert ended, f"{fresh} requests of the busy adapter came first"
+    finally:
+        small.close()
+
+
 @pytest.mark.parametrize("poison", [float("nan"), 1e4, -1e4])
 def test_what_is_not_a_rows_own_may_hold_anything(engine, poison):
     """Every page and every byte of the arena that nobody owns is poisoned: no answer may change."""

@@ -1,0 +1,93 @@
+"""Wiring without a cluster, and the node's adapter actor as a plain object."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+
+import deployments
+from adapter_store.ref import AdapterRef
+from adapter_store.sources.source import S3Options
+from deployments.adapter_actor import AdapterStoreActor
+from deployments.application import AppArgs, _host_cache_dir, _salt_key, app, build
+from deployments.config import ConfigError, ServiceConfig, load_config
+from model_runner.config import EngineConfig
+from model_runner.engine import Engine
+from tests.deployments.conftest import DEMO
+
+
+def test_serve_run_finds_the_builder() -> None:
+    assert deployments.app is app
+    assert app(AppArgs())._bound_deployment.name == "Ingress"
+    with pytest.raises(AttributeError, match="no attribute 'application_of_nobody'"):
+        deployments.application_of_nobody  # noqa: B018
+    with pytest.raises(ValidationError, match="confg"):
+        AppArgs.model_validate({"confg": "x"})
+
+
+def test_what_is_missing_is_told_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"models": [{"name": "m", "path": "nowhere"}]}))
+    with pytest.raises(ConfigError, match="nowhere holds no config.json"):
+        build(load_config(path))
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        app(AppArgs(config=str(tmp_path / "absent.yaml")))
+
+
+def test_secret_of_the_salts(demo_config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _salt_key(demo_config) != _salt_key(demo_config)
+    named = demo_config.model_copy(update={"cache_secret_env": "TEST_CACHE_SECRET"})
+    monkeypatch.setenv("TEST_CACHE_SECRET", "short")
+    with pytest.raises(ConfigError, match="at least 16"):
+        _salt_key(named)
+    monkeypatch.setenv("TEST_CACHE_SECRET", "long enough a secret")
+    assert _salt_key(named) == b"long enough a secret"
+
+
+def test_host_tier_is_the_same_after_a_restart_and_another_for_others(
+    demo_config: ServiceConfig,
+) -> None:
+    again = load_config()
+    other = demo_config.model_copy(update={"models": (demo_config.models[0],) * 2})
+    assert _host_cache_dir(demo_config) == _host_cache_dir(again) != _host_cache_dir(other)
+
+
+def test_configuration_reaches_other_processes_whole(demo_config: ServiceConfig) -> None:
+    assert pickle.loads(pickle.dumps(demo_config)) == demo_config
+
+
+def test_the_replica_module_brings_neither_torch_nor_transformers() -> None:
+    """A replica loads its engine itself; and it sees ids alone, so it pays for no tokenizer."""
+    code = (
+        "import sys, deployments.replica; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=DEMO.parents[2], check=True, timeout=100)
+
+
+async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
+    config = EngineConfig(str(DEMO / "base"), device="cpu", host_cache_dir=str(tmp_path))
+    engine = Engine(config)
+    try:
+        actor = AdapterStoreActor()
+        for _ in range(2):
+            await actor.register(
+                "demo", engine.targets, torch.float32, 64, str(tmp_path), 1 << 30, S3Options()
+            )
+        good = [
+            AdapterRef(f"t/{name}", str(DEMO / "adapters" / name)) for name in ("pirate", "formal")
+        ]
+        absent = AdapterRef("t/absent", str(DEMO / "adapters" / "absent"))
+        digests = await actor.prefetch("demo", [*good, absent])
+        assert set(digests) == set(good)
+        packed = {path.name.split("-")[0] for path in (tmp_path / "packed").iterdir()}
+        assert packed == set(digests.values())
+        # The engine finds them there: nothing is fetched again.
+        engine.load_adapters(good)
+        assert engine.store.stats().loads["remote"] == 0
+    finally:
+        engine.close()
