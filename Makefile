@@ -6,6 +6,8 @@ PYTEST := $(BIN)/python -m pytest -q
 # One thread per process: with more, the small tensors of tests and demo only get slower.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# A Ray of this machine alone: on 127.0.0.1 (whatever the name says), workers at normal priority.
+LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-interp test-gpu test-full fmt check bench bench-engine
 
@@ -21,7 +23,7 @@ demo: $(READY) ## set up, then serve three tenants from a local S3 server until 
 	@exec $(BIN)/python -m deployments.demo $(args)
 
 serve: $(READY) ## the service alone; args="config=FILE" names another config than deployments/default.yaml
-	@exec $(BIN)/serve run deployments:app $(args)
+	@$(LOCAL_RAY) exec $(BIN)/serve run deployments:app $(args)
 
 test: test-interp ## set up, then run what CI runs
 	$(PYTEST) -m "not interp and not gpu and not multigpu and not slow"

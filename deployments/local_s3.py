@@ -32,7 +32,7 @@ _READY_S = 30.0
 class LocalS3:
     """One server: keys and ports chosen now, started later, data and log in `folder`.
 
-    endpoint_url, access_key, secret_key  what a client needs
+    endpoint_url, access_key, secret_key  what a client needs;  ports  all it listens on
     leftovers  what the server leaves behind outside of its folder, for whoever cleans up
     """
 
@@ -40,9 +40,9 @@ class LocalS3:
         self.folder = folder
         self.access_key = secrets.token_hex(8)
         self.secret_key = secrets.token_hex(16)
-        ports = free_ports(2 * len(_ROLES))
-        self._http = dict(zip(_ROLES, ports, strict=False))
-        self._grpc = dict(zip(_ROLES, ports[len(_ROLES) :], strict=True))
+        self.ports = free_ports(2 * len(_ROLES))
+        self._http = dict(zip(_ROLES, self.ports[: len(_ROLES)], strict=True))
+        self._grpc = dict(zip(_ROLES, self.ports[len(_ROLES) :], strict=True))
         self.endpoint_url = f"http://127.0.0.1:{self._http['s3']}"
         # SeaweedFS makes these in /tmp whatever TMPDIR says, and leaves them there.
         self.leftovers = tuple(

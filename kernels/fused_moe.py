@@ -21,8 +21,7 @@ from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 from kernels.tiling import gpu_name, moe_block_m, tiles_for
 
 SUM_BLOCK = 512
-# CPU: rows of one product. Fixed, so that a row's bits do not depend on how many rows its expert
-# has.
+# CPU: rows of one product. Fixed, so that no bits depend on how many rows an expert has.
 CPU_BLOCK_ROWS = 16
 
 
@@ -193,8 +192,7 @@ def _mxfp4_scales(exponents, DTYPE: tl.constexpr):
 def _mxfp4_values(codes, scales, DTYPE: tl.constexpr):
     """Four-bit codes times their factors, in DTYPE."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        # Sign, exponent and mantissa put where bf16 has them: the value times 2^-126, subnormals
-        # too.
+        # Sign, exponent and mantissa where bf16 has them: 2^-126 times the value, subnormals too.
         bits = ((codes & 8) << 12) | ((codes & 7) << 6)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True) * scales
     else:
@@ -212,8 +210,7 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # Programs of GROUP_M neighbouring segments (often one expert's) share a column of weights in
-    # L2.
+    # GROUP_M neighbouring segments (often one expert's) share a column of weights in L2.
     num_n = tl.cdiv(out_features, BLOCK_N)
     pid = tl.program_id(0)
     group = pid // (GROUP_M * num_n)
@@ -308,8 +305,7 @@ def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: in
     weight = experts.dense(x.dtype)  # [E, out, in]
     num_experts, out, in_ = weight.shape
     num_rows, num_pairs = x.shape[0], ids.numel()
-    # Microseconds, from a tiny model on one AVX-512 core: a call's overhead, then its
-    # multiplications.
+    # Microseconds on one AVX-512 core: a call's overhead, then its multiplications.
     size = out * in_
     # One row costs as much as four: the weights' bytes then take longer than the multiplications.
     all_experts_us = 12 + max(num_rows, 4) * num_experts * size / 40e3

@@ -73,8 +73,7 @@ def _gate_kernel(
     for k in tl.static_range(TOP_K):
         left = tl.where(place == -1, order, float("-inf"))
         best = tl.max(left, 0)
-        # Taken experts also read -inf: only a free one may match, else all-(-inf) rows repeat an
-        # id.
+        # Taken experts read -inf too: only a free one may match, or rows of -inf repeat an id.
         chosen = tl.min(tl.where((place == -1) & (left == best), lane, BLOCK_E), 0)
         place = tl.where(lane == chosen, k, place)
     chosen_mask = live & (place >= 0)
@@ -466,15 +465,15 @@ def _work_aot() -> Iterator[AotSpec]:
     signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32")}
     for by_slot in (False, True):
         form = {"TOP_K": 4, "BY_EXPERT": True, "BY_SLOT": by_slot}
-        launches = (
+        launches = [
             ("sort", _sort_kernel, {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": SORT_ROWS}, 1),
             ("count", _count_kernel, {"BLOCK_N": SCATTER_BLOCK}, 4),
             ("scatter", _scatter_kernel,
              {"BLOCK_M": 128, "BLOCK_N": SCATTER_BLOCK, "BLOCK_G": 256 if by_slot else 32}, 4),
-        )  # fmt: skip
+        ]  # fmt: skip
         if by_slot:
             most = {"BLOCK_M": 16, "BLOCK_N": SCATTER_BLOCK, "BLOCK_G": SCATTER_GROUPS}
-            launches += (("scatter_512_experts", _scatter_kernel, most, 4),)
+            launches.append(("scatter_512_experts", _scatter_kernel, most, 4))
         for name, fn, constants, warps in launches:
             wanted = {n: t for n, t in signature.items() if n in fn.arg_names}
             name = f"worklist_{name}_{'slot_expert' if by_slot else 'expert'}"

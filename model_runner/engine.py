@@ -100,6 +100,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_len=self.max_len,
             use_graphs=config.cuda_graphs and not on_cpu,
+            deterministic=config.deterministic,
         )
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -437,7 +438,8 @@ class Engine:
         if self.device.type != "cuda":
             return
         most = min(self.config.max_step_tokens, self.max_len - 1)
-        lengths = sorted({n for n in (2, 17, *(2**k + 1 for k in range(5, 20))) if n < most} | {most})
+        # Tile sizes follow the row count rounded up to a power of two: one prompt of each is enough.
+        lengths = sorted({n for n in (2**k for k in range(20)) if n < most} | {most})
         cached, self.pool.prefix_cache = self.pool.prefix_cache, False
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         for number, length in enumerate(lengths):

@@ -6,22 +6,23 @@ a captured graph has one plan, and its device views never move.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model_runner.execution.sampler import draw_uniform
-from model_runner.scheduling.batch import ScheduledBatch
+from model_runner.scheduling.batch import SamplingRow, ScheduledBatch
 
-ALIGN = 64
+ALIGN_BYTES = 64  # of every column: Triton compiles apart for pointers that are not aligned
 
 
 @dataclass(frozen=True)
 class StepShape:
     """Padded sizes of one step: S rows, T tokens, Z rows of logits, M page-table columns, G groups.
 
-    One T for decode (T = S = Z); the pad rows have no tokens in the sense of cu_q only in prefill, in decode they are dummies on page 0.
+    In a decode step T = S = Z, and rows past the batch's are dummies on page 0.
     """
 
     rows: int
@@ -30,48 +31,79 @@ class StepShape:
     pages: int
     groups: int
 
-    def columns(self) -> tuple[tuple[str, tuple[int, ...], type], ...]:
-        """(name, shape, numpy type) of everything that goes to the device.
-
-        One column a KV group, not one array: each begins aligned, and Triton compiles apart for pointers that do not.
-        """
-        s, t, z = self.rows, self.tokens, self.logits
+    def columns(self) -> tuple[tuple[str, int, int, int], ...]:
+        """(name, items, bytes of an item, items of a row or 0) of everything that goes to the device, one column a KV group."""
+        s, t, z, groups = self.rows, self.tokens, self.logits, range(self.groups)
         return (
-            ("token_ids", (t,), np.int64),
-            ("positions", (t,), np.int64),
-            *((f"write_idx{g}", (t,), np.int64) for g in range(self.groups)),
-            ("logit_rows", (z,), np.int64),
-            ("sources", (t,), np.int64),
-            ("sample_rows", (z,), np.int64),
-            ("slot_of_token", (t,), np.int32),
-            ("cu_q", (s + 1,), np.int32),
-            ("seq_lens", (s,), np.int32),
-            *((f"page_table{g}", (s, self.pages), np.int32) for g in range(self.groups)),
-            ("temperature", (z,), np.float32),
-            ("uniform", (z,), np.float32),
-            ("num_rows", (1,), np.int32),
+            ("token_ids", t, 8, 0),
+            ("positions", t, 8, 0),
+            ("sources", t, 8, 0),
+            ("logit_rows", z, 8, 0),
+            ("sample_rows", z, 8, 0),
+            *((f"write_idx{g}", t, 8, 0) for g in groups),
+            ("slot_of_token", t, 4, 0),
+            ("cu_q", s + 1, 4, 0),
+            ("seq_lens", s, 4, 0),
+            ("num_rows", 1, 4, 0),
+            *((f"page_table{g}", s * self.pages, 4, self.pages) for g in groups),
+            ("temperature", z, -4, 0),
+            ("uniform", z, -4, 0),
         )
 
 
+_NUMPY = {8: np.int64, 4: np.int32, -4: np.float32}
+_TORCH = {8: torch.int64, 4: torch.int32, -4: torch.float32}
+
+
 class HostBuffer:
-    """One host buffer (pinned for a GPU) with a numpy view per column, and the same views on a device copy."""
+    """One host buffer (pinned for a GPU) with a numpy view for each column; `device_views` gives the same over a copy of it.
+
+    Columns of one type lie side by side, so that views are slices of three arrays.
+    """
 
     def __init__(self, shape: StepShape, pinned: bool) -> None:
         self.shape = shape
-        self._plan, size = [], 0
-        for name, dims, kind in shape.columns():
-            count = int(np.prod(dims))
-            self._plan.append((name, dims, kind, size, count * np.dtype(kind).itemsize))
-            size += -(-count * np.dtype(kind).itemsize // ALIGN) * ALIGN
-        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self._columns = shape.columns()
+        self._spans: list[tuple[int, int, int]] = []  # item size, first byte, end byte of each type
+        self._places: list[tuple[int, int]] = []  # first item within its type, items with padding
+        start, first, size = 0, 0, 8
+        for _, count, item, _ in self._columns:
+            if item != size:
+                self._spans.append((size, start, start + first * abs(size)))
+                start, first, size = start + first * abs(size), 0, item
+            step = ALIGN_BYTES // abs(item)
+            padded = -(-count // step) * step
+            self._places.append((first, padded))
+            first += padded
+        self._spans.append((size, start, start + first * abs(size)))
+        self.memory = torch.empty(self._spans[-1][2], dtype=torch.uint8, pin_memory=pinned)
         flat = self.memory.numpy()
-        self.view = {n: flat[o : o + b].view(kind).reshape(dims) for n, dims, kind, o, b in self._plan}
-        self.own_views = self.device_views(self.memory)
+        typed = {size: flat[a:b].view(_NUMPY[size]) for size, a, b in self._spans}
+        self.view: dict[str, np.ndarray] = {}
+        for (name, count, item, width), (at, _) in zip(self._columns, self._places, strict=True):
+            column = typed[item][at : at + count]
+            self.view[name] = column.reshape(-1, width) if width else column
+        self._own: dict[str, Tensor] | None = None
+
+    @property
+    def own_views(self) -> dict[str, Tensor]:
+        """The columns as tensors over this buffer itself: a CPU's device copy."""
+        if self._own is None:
+            self._own = self.device_views(self.memory)
+        return self._own
 
     def device_views(self, memory: Tensor) -> dict[str, Tensor]:
         """The columns as tensors over a copy of this buffer."""
-        kinds = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
-        return {n: memory[o : o + b].view(kinds[kind]).view(dims) for n, dims, kind, o, b in self._plan}
+        views, at = {}, 0
+        for size, first, end in self._spans:
+            typed = memory[first:end].view(_TORCH[size])
+            mine = [c for c in self._columns if c[2] == size]
+            parts = typed.split([padded for _, padded in self._places[at : at + len(mine)]])
+            at += len(mine)
+            for (name, count, _, width), part in zip(mine, parts, strict=True):
+                column = part[:count]
+                views[name] = column.view(-1, width) if width else column
+        return views
 
 
 class PageTables:
@@ -88,22 +120,23 @@ class PageTables:
         self._seen = [-2] * num_rows  # the last step that had this row
         self._copied = [0] * num_rows
 
-    def rows(self, batch: ScheduledBatch) -> list[int]:
-        """The table row of each sequence of the batch, brought up to date."""
-        found, step = [], batch.step
+    def rows(self, batch: ScheduledBatch) -> np.ndarray:
+        """The table row of each sequence of the batch, brought up to date. [S] int64"""
+        found, step, first = [], batch.step, batch.pages[0]
+        row_of, seen, copied = self._row_of, self._seen, self._copied
         for s, seq_id in enumerate(batch.seq_ids):
-            row = self._row_of.get(seq_id)
+            row = row_of.get(seq_id)
             if row is None:
                 row = self._take(seq_id, batch)
-            have = self._copied[row] if self._seen[row] == step - 1 else 0
-            self._seen[row] = step
-            want = len(batch.pages[0][s])
+            have = copied[row] if seen[row] == step - 1 else 0
+            seen[row] = step
+            want = len(first[s])
             if have != want:
-                for g, pages in enumerate(batch.pages):
-                    self.table[g, row, have:want] = pages[s][have:want]
-                self._copied[row] = want
+                for table, pages in zip(self.table, batch.pages, strict=True):
+                    table[row, have:want] = pages[s][have:want]
+                copied[row] = want
             found.append(row)
-        return found
+        return np.array(found)  # [S]
 
     def _take(self, seq_id: int, batch: ScheduledBatch) -> int:
         if not self._free:
@@ -115,29 +148,28 @@ class PageTables:
         return row
 
 
-def fill_decode(
-    buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch, page_tokens: int, columns: int
-) -> None:
+def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch, page_tokens: int, columns: int) -> None:
     """Fill the buffer for a step in which every row has one token; rows past the batch's become dummies.
 
     A dummy has slot -1, one key on page 0, and writes nothing.
     """
     v, n = buffer.view, len(batch.seq_ids)
-    rows = tables.rows(batch)
-    starts = np.array(batch.starts, np.int64)  # [S]
-    v["positions"][:n], v["positions"][n:] = starts, 0
-    v["seq_lens"][:n], v["seq_lens"][n:] = starts + 1, 1
-    v["slot_of_token"][:n], v["slot_of_token"][n:] = batch.slots, -1
-    v["sources"][:n], v["sources"][n:] = batch.sources, -1
-    v["token_ids"][:n] = [ids[0] if ids else 0 for ids in batch.token_ids]
-    v["token_ids"][n:] = 0
-    table = tables.table[:, rows, :columns]  # [groups, S, M]
+    rows = tables.rows(batch)  # [S]
+    starts = np.array(batch.starts)  # [S]
+    for name, values, rest in (
+        ("positions", starts, 0),
+        ("seq_lens", starts + 1, 1),
+        ("slot_of_token", batch.slots, -1),
+        ("sources", batch.sources, -1),
+        ("token_ids", [ids[0] if ids else 0 for ids in batch.token_ids], 0),
+    ):
+        column = v[name]
+        column[:n], column[n:] = values, rest
     page, offset = np.divmod(starts, page_tokens)  # [S] twice
-    at = np.arange(n)
-    for g, pages in enumerate(table):
-        v[f"page_table{g}"][:n], v[f"page_table{g}"][n:] = pages, 0
-        v[f"write_idx{g}"][:n] = pages[at, page].astype(np.int64) * page_tokens + offset
-        v[f"write_idx{g}"][n:] = -1
+    for g, table in enumerate(tables.table):
+        pages, write = v[f"page_table{g}"], v[f"write_idx{g}"]
+        pages[:n], pages[n:] = table[rows, :columns], 0
+        write[:n], write[n:] = table[rows, page].astype(np.int64) * page_tokens + offset, -1
     v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
     v["logit_rows"][:] = v["sample_rows"][:] = np.arange(buffer.shape.rows)
     v["num_rows"][0] = n
@@ -155,28 +187,23 @@ def fill_mixed(
 ) -> None:
     """Fill the buffer for any step, unpadded. `sample_rows` are the batch rows that give a token, `logit_rows` their last tokens."""
     v = buffer.view
-    rows = tables.rows(batch)
-    table = tables.table[:, rows, :columns]  # [groups, S, M]
-    counts = np.array(batch.num_tokens, np.int64)  # [S]
-    starts = np.array(batch.starts, np.int64)  # [S]
-    ends = counts.cumsum()
+    rows = tables.rows(batch)  # [S]
+    counts, starts = np.array(batch.num_tokens), np.array(batch.starts)  # [S] twice
+    ends = counts.cumsum()  # [S]
+    row_of_token = np.repeat(np.arange(len(counts)), counts)  # [T]
+    positions = np.arange(ends[-1]) + (starts + counts - ends)[row_of_token]  # [T]
     v["cu_q"][0], v["cu_q"][1:] = 0, ends
     v["seq_lens"][:] = starts + counts
-    row_of_token = np.repeat(np.arange(len(counts)), counts)  # [T]
-    positions = np.arange(ends[-1]) - (ends - counts)[row_of_token] + starts[row_of_token]  # [T]
     v["positions"][:] = positions
     v["slot_of_token"][:] = np.array(batch.slots, np.int32)[row_of_token]
+    v["token_ids"][:] = list(chain.from_iterable(ids or (0,) for ids in batch.token_ids))
     v["sources"][:] = -1
-    for s, ids in enumerate(batch.token_ids):
-        end = ends[s]
-        if ids:
-            v["token_ids"][end - counts[s] : end] = ids
-        else:
-            v["token_ids"][end - 1], v["sources"][end - 1] = 0, batch.sources[s]
+    v["sources"][ends - 1] = batch.sources
     page, offset = np.divmod(positions, page_tokens)  # [T] twice
-    for g, pages in enumerate(table):
-        v[f"page_table{g}"][:] = pages
-        v[f"write_idx{g}"][:] = pages[row_of_token, page].astype(np.int64) * page_tokens + offset
+    table_row = rows[row_of_token]  # [T]
+    for g, table in enumerate(tables.table):
+        v[f"page_table{g}"][:] = table[rows, :columns]
+        v[f"write_idx{g}"][:] = table[table_row, page].astype(np.int64) * page_tokens + offset
     v["logit_rows"][:], v["sample_rows"][:] = logit_rows, sample_rows
     v["num_rows"][0] = len(counts)
     fill_sampling(buffer, batch, sample_rows)
@@ -184,10 +211,16 @@ def fill_mixed(
 
 def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int]) -> None:
     """Temperature and the random number of each row of logits; a row that gives no token is greedy and ignored."""
-    temperature, uniform = buffer.view["temperature"], buffer.view["uniform"]
-    temperature[:] = 0.0
+    drawn: list[tuple[int, SamplingRow, int]] = []
     for z, s in enumerate(sample_rows):
         row = batch.samples[s]
         if row is not None and row.temperature > 0:
-            temperature[z] = row.temperature
-            uniform[z] = draw_uniform(row.seed, row.index, batch.position(s))
+            drawn.append((z, row, batch.starts[s] + batch.num_tokens[s]))
+    temperature, uniform = buffer.view["temperature"], buffer.view["uniform"]
+    temperature[:], uniform[:] = 0.0, 0.5
+    if drawn:
+        at = [z for z, _, _ in drawn]
+        temperature[at] = [row.temperature for _, row, _ in drawn]
+        uniform[at] = draw_uniform(
+            [row.seed for _, row, _ in drawn], [row.index for _, row, _ in drawn], [p for _, _, p in drawn]
+        )

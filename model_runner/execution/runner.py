@@ -75,10 +75,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_len: int,
         use_graphs: bool,
+        deterministic: bool = False,
     ) -> None:
         self.model, self.device, self.masks = model, device, dict[str, TokenMask]()
         self._layout, self._caches, self._lora = layout, caches, lora
-        self._page_tokens, self._max_len = page_tokens, max_len
+        self._page_tokens, self._max_len, self._deterministic = page_tokens, max_len, deterministic
         self._columns = -(-max_len // page_tokens)
         groups = len(layout.groups)
         self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
@@ -226,6 +227,7 @@ class ModelRunner:
             slot_work=work,
             logit_slot_work=logit_work,
             experts_hit=experts_hit,
+            deterministic=self._deterministic,
         )
 
     def _slot_work(self, slots: Tensor) -> Worklist:

@@ -7,6 +7,7 @@ there is no generator state, and a request repeated elsewhere draws the same tok
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,22 +16,24 @@ from model_runner.scheduling.batch import SamplingRow
 
 NOT_FINITE = -1  # the token of a row whose logits hold NaN: the engine ends that request and no other
 MASK_64 = (1 << 64) - 1
+GOLDEN, MIX_1, MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 TokenMask = Callable[[SamplingRow, int], Tensor]
 
 
-def draw_uniform(seed: int, index: int, position: int) -> float:
-    """A number in (0, 1) from (seed, index, position): splitmix64 over the three.
+def draw_uniform(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """A number in (0, 1) from each (seed, index, position): splitmix64 over the three. [n] float32, [n] ints each
 
     Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
-    x = seed & MASK_64
-    for word in (index, position):
-        x = (x + 0x9E3779B97F4A7C15 * (word + 1)) & MASK_64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
-        x ^= x >> 31
-    return ((x >> 41) + 0.5) / (1 << 23)  # 23 bits and a half: exact in float32, never 0 or 1
+    x = np.array([s & MASK_64 for s in seeds], np.uint64)  # [n]
+    for words in (indices, positions):
+        x += GOLDEN * (np.array(words, np.uint64) + np.uint64(1))
+        x = (x ^ (x >> np.uint64(30))) * MIX_1
+        x = (x ^ (x >> np.uint64(27))) * MIX_2
+        x ^= x >> np.uint64(31)
+    # 23 bits and a half: exact in float32, never 0 or 1
+    return (((x >> np.uint64(41)).astype(np.float64) + 0.5) / (1 << 23)).astype(np.float32)
 
 
 def sample_plain(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:

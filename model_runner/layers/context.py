@@ -28,6 +28,7 @@ class ForwardContext:
     caches      by layer: (k [P, C, G, D], v [P, C, G, D]);  group_of_layer  which of `groups` a layer writes to
     slot_work   tokens grouped by adapter slot, for plain linears;  logit_slot_work  the same over logit_rows
     experts_hit  if a list, MoE layers append their chosen expert ids [T, K] to it (statistics)
+    deterministic  LoRA products sum in a fixed order
     lora        None only if the engine has no adapter slots at all: base and mixed batches run the same kernels
     """
 
@@ -45,3 +46,4 @@ class ForwardContext:
     slot_work: Worklist | None = None
     logit_slot_work: Worklist | None = None
     experts_hit: list[Tensor] | None = None
+    deterministic: bool = False

@@ -32,8 +32,9 @@ class Linear:
         if ctx.lora is not None and self.slices:
             if len(self.slices) == 1:
                 target, first, end = self.slices[0]
-                dense_lora(y[:, first:end], x, ctx.lora, target, slots, work)
+                dense_lora(y[:, first:end], x, ctx.lora, target, slots, work, ctx.deterministic)
             else:
                 parts = tuple(y[:, first:end] for _, first, end in self.slices)
-                dense_lora_multi(parts, x, ctx.lora, tuple(s[0] for s in self.slices), slots, work)
+                targets = tuple(s[0] for s in self.slices)
+                dense_lora_multi(parts, x, ctx.lora, targets, slots, work, ctx.deterministic)
         return y

@@ -57,10 +57,11 @@ class MoeMlp:
             if lora is not None:
                 lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
         y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
+        fixed = ctx.deterministic
         if lora is not None:
-            moe_lora(y, x, lora, self.gate_up_target, ids, slots, lora_work, x_rows_per_pair=False, weights=None)
+            moe_lora(y, x, lora, self.gate_up_target, ids, slots, lora_work, False, None, fixed)
         h = gated_act(y, self.activation)  # [T K, I]
         y = moe_down(h, self.down, ids, work, weights)  # [T K, H]
         if lora is not None:
-            moe_lora(y, h, lora, self.down_target, ids, slots, lora_work, x_rows_per_pair=True, weights=weights)
+            moe_lora(y, h, lora, self.down_target, ids, slots, lora_work, True, weights, fixed)
         return moe_sum(y, self.top_k)  # [T, H]

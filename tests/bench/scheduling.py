@@ -1,17 +1,20 @@
-"""Host time of scheduling in a decode step of 32 sequences, 8 adapters, 2 finishing and 2 entering.
+"""Host time of a decode step of 32 sequences, 8 adapters, 2 finishing and 2 entering: scheduling and building inputs.
 
-`python -m tests.bench.scheduling` prints microseconds of `schedule` and `commit`. No tensor and no
-device is involved.
+`python -m tests.bench.scheduling` prints microseconds of `schedule`, of filling the step's host buffer, and of `commit`.
+No device is involved: the copy to it is not counted.
 """
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
 
 from adapter_store.ref import AdapterRef
+from model_runner.execution.inputs import HostBuffer, PageTables, StepShape, fill_decode, fill_mixed
 from model_runner.request import Request, SamplingParams
+from model_runner.scheduling.batch import ScheduledBatch
 from model_runner.scheduling.page_pool import KvGroup, PagePool
 from model_runner.scheduling.scheduler import Scheduler
 from model_runner.scheduling.sequence import Sequence
@@ -20,6 +23,7 @@ NUM_SEQS = 32
 NUM_ADAPTERS = 8
 FINISHING = 2  # per step: with 32 running, a sequence lives for 16 steps
 PROMPT_TOKENS = 96
+PAGE_TOKENS, MAX_LEN = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,15 @@ class ResidentGate:
 def measure(
     num_steps: int, look_ahead: bool, windows: tuple[int, ...], cpu_time: bool = False
 ) -> dict[str, list[float]]:
-    """Microseconds by step of `schedule` and of `commit`, warm-up left out."""
+    """Microseconds by step of `schedule`, of building inputs and of `commit`, warm-up left out."""
     groups = tuple(KvGroup(f"window{w}", w) for w in windows)
-    pool = PagePool(8192, 16, groups)
-    scheduler = Scheduler(NUM_SEQS, 2048, 4096, pool, ResidentGate(), (1,))
+    pool = PagePool(8192, PAGE_TOKENS, groups)
+    scheduler = Scheduler(NUM_SEQS, 2048, MAX_LEN, pool, ResidentGate(), (1,))
     refs = [AdapterRef(str(i), f"file:///{i}") for i in range(NUM_ADAPTERS)]
-    times: dict[str, list[float]] = {"schedule": [], "commit": []}
+    times: dict[str, list[float]] = {"schedule": [], "inputs": [], "commit": []}
+    columns = MAX_LEN // PAGE_TOKENS
+    tables = PageTables(len(windows), 2 * NUM_SEQS, columns)
+    decode_buffer = HostBuffer(StepShape(NUM_SEQS, NUM_SEQS, NUM_SEQS, columns, len(windows)), pinned=False)
     num_added, pending = 0, None
     life = NUM_SEQS // FINISHING
     clock = time.thread_time if cpu_time else time.perf_counter
@@ -78,6 +85,11 @@ def measure(
         batch = scheduler.schedule()
         middle = clock()
         assert batch is not None
+        if max(batch.num_tokens) == 1:
+            fill_decode(decode_buffer, tables, batch, PAGE_TOKENS, columns)
+        else:
+            fill_prefill(tables, batch)
+        built = clock()
         due, pending = (pending, batch) if look_ahead else (batch, None)
         tokens = [5] * (len(due.samples) - due.samples.count(None)) if due else []
         start = clock()
@@ -87,9 +99,19 @@ def measure(
         if step >= 2 * life:
             assert len(batch.seq_ids) >= NUM_SEQS - FINISHING, len(batch.seq_ids)
             times["schedule"].append((middle - begin) * 1e6)
+            times["inputs"].append((built - middle) * 1e6)
             times["commit"].append((end - start) * 1e6)
     gc.enable()
     return times
+
+
+def fill_prefill(tables: PageTables, batch: ScheduledBatch) -> None:
+    """Inputs of a step with prompt chunks, as the runner builds them: a fresh buffer, unpadded."""
+    used = -(-max(s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)) // PAGE_TOKENS)
+    rows = [s for s, row in enumerate(batch.samples) if row is not None]
+    ends = list(itertools.accumulate(batch.num_tokens))
+    shape = StepShape(len(batch.seq_ids), ends[-1], len(rows), used, len(batch.pages))
+    fill_mixed(HostBuffer(shape, pinned=False), tables, batch, PAGE_TOKENS, used, [ends[s] - 1 for s in rows], rows)
 
 
 def main() -> None:
@@ -101,7 +123,7 @@ def main() -> None:
     for windows in ((0,), (0, 128)):
         for look_ahead in (False, True):
             times = measure(options.steps, look_ahead, windows, options.cpu_time)
-            times["both"] = [sum(pair) for pair in zip(*times.values(), strict=True)]
+            times["all"] = [sum(pair) for pair in zip(*times.values(), strict=True)]
             for what, values in times.items():
                 cuts = statistics.quantiles(values, n=10)
                 row = (statistics.fmean(values), cuts[1], cuts[4], cuts[7])

@@ -1,5 +1,4 @@
-"""Fixtures of the serving tests: the demo's configuration, and a face in front of a backend that
-only pretends."""
+"""Fixtures of the serving tests: the demo's configuration, a face before a scripted backend."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -21,8 +20,7 @@ DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
 
 
 class ScriptedBackend:
-    """Answers with the words it was given, one token at a time, and remembers who asked and who
-    left."""
+    """Answers with the words it was given, token by token; remembers who asked and who left."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

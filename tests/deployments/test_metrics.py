@@ -1,5 +1,4 @@
-"""Counting, merging and spelling of metrics; what comes out is read back with Prometheus' own
-parser."""
+"""Counting, merging and spelling of metrics, read back with Prometheus' own parser."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import time
@@ -117,6 +118,7 @@ def service() -> Iterator[Service]:
         finally:
             serve.shutdown()
             ray.shutdown()
+            shutil.rmtree(private, ignore_errors=True)
 
 
 def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:

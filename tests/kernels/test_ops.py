@@ -174,6 +174,7 @@ def test_gpu_kernel_is_within_the_bound(op: Op, case: Case) -> None:
 
     Half a rounding step of the output's dtype at its largest value is always allowed: an output
     that is exact but for its own rounding is off by so much, and the reference may be lucky.
+    A float32 output has no wider truth beside it: exp, sum and quotient may round by two steps each.
     """
     inputs = case.make("cuda", torch.bfloat16, 5)
     truth = outputs_of(op, op.reference, copy_of(inputs, torch.float32))
@@ -186,6 +187,7 @@ def test_gpu_kernel_is_within_the_bound(op: Op, case: Case) -> None:
             continue
         want = finite_part(exact, exact)
         allowed = op.bound * largest(finite_part(theirs, exact) - want)
-        floor = torch.finfo(ours.dtype).eps / 2 * largest(want)
+        steps = 6 if ours.dtype == torch.float32 else 0.5
+        floor = steps * torch.finfo(ours.dtype).eps * largest(want)
         error = largest(finite_part(ours, exact) - want)
         assert error <= max(allowed, floor), f"{error} > {op.bound} x {allowed / op.bound}"

@@ -235,25 +235,29 @@ def test_more_adapters_than_slots_take_turns(engine):
 
 
 def test_endless_work_for_one_adapter_does_not_starve_another():
+    """Requests of the resident adapter overlap without end, so its slot never falls idle by itself."""
     small = make_engine(max_loras=1, max_num_seqs=4)
+
+    def submit_busy(number: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=120 + 70 * (number % 3), ignore_eos=True)
+        small.submit(Request(f"busy-{number}", (5, 6, 7), sampling, REFS["pirate"], tenant_id="busy"))
+
     try:
-        endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-        for i in range(3):
-            small.submit(Request(f"busy-{i}", (5, 6, i + 7), endless, REFS["pirate"], tenant_id="busy"))
+        for number in range(3):
+            submit_busy(number)
         while small.stats().running < 3:
             small.step()
-        small.submit(Request("late", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=4), REFS["formal"], tenant_id="late"))
-        fresh, ended = 3, False
-        for _ in range(6000):
+        small.submit(Request("late", (5, 6, 7), SamplingParams(max_tokens=4), REFS["formal"], tenant_id="late"))
+        number, ended = 3, False
+        for _ in range(5000):
             for output in small.step():
-                if output.finish_reason is not None and output.request_id == "late":
-                    ended = True
-                elif output.finish_reason is not None:
-                    small.submit(Request(f"busy-{fresh}", (5, 6, 7), endless, REFS["pirate"], tenant_id="busy"))
-                    fresh += 1
+                if output.finish_reason is not None:
+                    ended |= output.request_id == "late"
+                    submit_busy(number)
+                    number += 1
             if ended:
                 break
-        assert ended, f"{fresh} requests of the busy adapter came first"
+        assert ended, f"{number} requests of the busy adapter came first"
     finally:
         small.close()
 

@@ -15,18 +15,36 @@ def row(**fields) -> SamplingRow:
 
 def draw(logits: torch.Tensor, rows: list[SamplingRow], positions: list[int], masks=None):
     temperature = torch.tensor([r.temperature for r in rows])
-    uniform = torch.tensor([draw_uniform(r.seed, r.index, p) for r, p in zip(rows, positions, strict=True)])
+    uniform = torch.from_numpy(draw_uniform([r.seed for r in rows], [r.index for r in rows], positions))
     return sample(logits, rows, temperature, uniform, masks or {}, positions)
 
 
 def test_uniform_is_spread_and_depends_on_all_three():
-    values = [draw_uniform(5, 0, position) for position in range(20_000)]
-    assert 0 < min(values) and max(values) < 1
-    assert abs(sum(values) / len(values) - 0.5) < 0.01
-    counts = torch.histc(torch.tensor(values), 10, 0, 1)
+    n = 20_000
+    values = torch.from_numpy(draw_uniform([5] * n, [0] * n, list(range(n))))
+    assert 0 < values.min() and values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.01
+    counts = torch.histc(values, 10, 0, 1)
     assert counts.min() > 1800 and counts.max() < 2200
-    assert len({draw_uniform(1, 0, 0), draw_uniform(2, 0, 0), draw_uniform(1, 1, 0), draw_uniform(1, 0, 1)}) == 4
-    assert draw_uniform(-1, 0, 0) == draw_uniform(2**64 - 1, 0, 0)
+    assert len(set(draw_uniform([1, 2, 1, 1], [0, 0, 1, 0], [0, 0, 0, 1]).tolist())) == 4
+    assert draw_uniform([-1], [0], [0]) == draw_uniform([2**64 - 1], [0], [0])
+
+
+def test_uniform_is_splitmix64():
+    """The published constants, in plain integers."""
+    mask = (1 << 64) - 1
+
+    def plain(seed: int, index: int, position: int) -> float:
+        x = seed & mask
+        for word in (index, position):
+            x = (x + 0x9E3779B97F4A7C15 * (word + 1)) & mask
+            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+            x ^= x >> 31
+        return ((x >> 41) + 0.5) / (1 << 23)
+
+    cases = [(0, 0, 0), (7, 3, 1000), (-5, 127, 131071), (2**63 - 1, 1, 2)]
+    assert draw_uniform(*zip(*cases, strict=True)).tolist() == [plain(*c) for c in cases]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
