@@ -25,18 +25,17 @@ demo: $(READY) ## set up, then serve three tenants from a local S3 server until 
 serve: $(READY) ## the service alone; args="config=FILE" names another config than deployments/default.yaml
 	@$(LOCAL_RAY) exec $(BIN)/serve run deployments:app $(args)
 
-test: test-interp ## set up, then run what CI runs
-	$(PYTEST) -m "not interp and not gpu and not multigpu and not slow"
+test: $(READY) ## set up, then run what CI runs
+	$(PYTEST) -n 2 --dist loadfile -m "not gpu and not multigpu and not slow"
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "interp and not slow" tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interp tests/kernels
 
 test-gpu: $(READY) ## what needs a CUDA device
 	$(PYTEST) -m "gpu or multigpu"
 
 test-full: $(READY) ## every test there is; those without their device are skipped
-	TRITON_INTERPRET=1 $(PYTEST) --timeout 900 -m interp tests/kernels
-	$(PYTEST) --timeout 900 -m "not interp"
+	$(PYTEST) --timeout 900
 
 fmt: $(READY) ## format, and mend what ruff can mend
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .

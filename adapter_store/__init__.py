@@ -1,1 +1,2 @@
-"""S3 or a folder -> host memory -> a slot on the device: where LoRA adapters come from and where they live."""
+"""S3 or a folder -> host memory -> a slot on the device: where LoRA adapters come from and where
+they live."""

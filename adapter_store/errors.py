@@ -10,7 +10,8 @@ class AdapterNotFound(AdapterError):
 
 
 class AdapterUnavailable(AdapterError):
-    """The source could not be read just now: refused keys, region, network, a broken body. Says which."""
+    """The source could not be read just now: refused keys, region, network, a broken body. Says
+    which."""
 
 
 class AdapterInvalid(AdapterError):
@@ -30,7 +31,8 @@ class StoreFull(AdapterError):
 
 
 REFUSALS = frozenset({
-    "unbound_tensor", "shape", "not_finite", "unpaired_tensor", "rank_mismatch", "dtype", "empty", "dora",
-    "modules_to_save", "bias", "changes_base", "peft_type", "unsupported_parameter", "rank_limit", "alora",
-    "layer_replication", "trainable_tokens", "file", "pickle", "config", "ambiguous_layout",
+    "unbound_tensor", "shape", "not_finite", "unpaired_tensor", "rank_mismatch", "dtype",
+    "empty", "dora", "modules_to_save", "bias", "changes_base", "peft_type",
+    "unsupported_parameter", "rank_limit", "alora", "layer_replication", "trainable_tokens",
+    "file", "pickle", "config", "ambiguous_layout",
 })  # fmt: skip

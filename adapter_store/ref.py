@@ -1,4 +1,5 @@
-"""Who an adapter is. Not where its weights are: that is the store's knowledge. No torch here: everyone may import it."""
+"""Who an adapter is. Not where its weights are: that is the store's knowledge. No torch here:
+everyone may import it."""
 
 from dataclasses import dataclass
 
@@ -8,8 +9,10 @@ class AdapterRef:
     """One version of one adapter; two contents never share a ref.
 
     adapter_id  the name that tenants and metrics use
-    uri         folder or `s3://bucket/prefix` that holds `adapter_config.json` and `adapter_model.safetensors`
-    revision    digest or ETag of the content ("" = whatever the uri holds now); a new revision is a new ref
+    uri         folder or `s3://bucket/prefix` that holds `adapter_config.json` and
+                `adapter_model.safetensors`
+    revision    digest or ETag of the content ("" = whatever the uri holds now); a new revision is a
+                new ref
     base        the base model it was made for ("" = the only one)
     """
 

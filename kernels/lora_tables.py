@@ -1,4 +1,5 @@
-"""How kernels see the adapter memory (`LoraTables`) and find their work (`Worklist`). Who fills the memory is not their business.
+"""How kernels see the adapter memory (`LoraTables`) and find their work (`Worklist`). Who fills the
+memory is not their business.
 
 Fixed addresses: built once per device, so that captured graphs stay valid.
 """
@@ -12,10 +13,13 @@ from torch import Tensor
 class LoraTables:
     """Device views of every resident adapter.
 
-    Shapes:  memory [bytes / itemsize] in the model's dtype;  a_off, b_off [N, L] int64, in elements, -1 = no delta;
-             a_stride, b_stride [N, L] int64, elements from one expert to the next, 0 = shared by all experts;
+    Shapes:  memory [bytes / itemsize] in the model's dtype;  a_off, b_off [N, L] int64, in
+             elements, -1 = no delta;
+             a_stride, b_stride [N, L] int64, elements from one expert to the next, 0 = shared by
+             all experts;
              lora_rank [N, L] int32, a multiple of 8 (padded rows are zero), 0 = no delta.
-    N is the number of targets, L of slots. A factor is rank-major: A[e] [r, in], B[e] [r, out], alpha/r folded into B.
+    N is the number of targets, L of slots. A factor is rank-major: A[e] [r, in], B[e] [r, out],
+    alpha/r folded into B.
     max_rank is the largest rank that may be loaded: what buffers are sized by.
     """
 
@@ -34,13 +38,17 @@ class LoraTables:
 
 @dataclass(frozen=True)
 class Worklist:
-    """Rows grouped for a grouped product: by expert, by adapter slot, or by (slot, expert). Written on the device, no synchronisation.
+    """Rows grouped for a grouped product: by expert, by adapter slot, or by (slot, expert). Written
+    on the device, no synchronisation.
 
     Shapes:  rows [N] int32: row indices, group by group, left-out rows (base model) last;
-             segments [W, 4] int32: (slot, expert, first, count): rows[first : first + count] share slot and expert, count <= block_m,
-             sorted by slot*E + expert; unused ones have count 0. A fixed grid walks all W; W is what the worst case needs, so it cannot overflow.
+             segments [W, 4] int32: (slot, expert, first, count): rows[first : first + count] share
+             slot and expert, count <= block_m,
+             sorted by slot*E + expert; unused ones have count 0. A fixed grid walks all W; W is
+             what the worst case needs, so it cannot overflow.
     In a list by expert alone slot is -1; in one by slot alone expert is 0.
-    groups  CPU only, for references: (slot, row indices int64) of every slot in use, base rows left out; None on a GPU.
+    groups  CPU only, for references: (slot, row indices int64) of every slot in use, base rows left
+            out; None on a GPU.
     """
 
     rows: Tensor

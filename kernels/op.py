@@ -16,7 +16,8 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: `make(device, dtype, seed)` returns the keyword arguments of `run` and `reference`.
+    """One set of inputs: `make(device, dtype, seed)` returns the keyword arguments of `run` and
+    `reference`.
 
     odd cases have shapes that divide by nothing; small ones are fit for the interpreter.
     """
@@ -28,9 +29,11 @@ class Case:
 
 @dataclass(frozen=True)
 class AotSpec:
-    """One compilation of one `@triton.jit` function for sm_90, as the H200 gets it: a test compiles it without a GPU.
+    """One compilation of one `@triton.jit` function for sm_90, as the H200 gets it: a test compiles
+    it without a GPU.
 
-    signature  argument name -> Triton type ("*bf16", "i32", ...), constexprs left out;  constexprs  name -> value
+    signature  argument name -> Triton type ("*bf16", "i32", ...), constexprs left out;  constexprs
+               name -> value
     max_spills  bytes of spilled registers that are known and accepted
     """
 
@@ -47,11 +50,15 @@ class AotSpec:
 class Op:
     """A kernel with its slow truth.
 
-    run        the fast form (Triton on a GPU or under TRITON_INTERPRET, the reference on a CPU tensor)
-    reference  torch, the same arguments; computes in the dtype that it is given, with fp32 accumulation
+    run        the fast form (Triton on a GPU or under TRITON_INTERPRET, the reference on a CPU
+               tensor)
+    reference  torch, the same arguments; computes in the dtype that it is given, with fp32
+               accumulation
     outputs    the tensors that a call wrote or returned: (inputs, result) -> list
-    bound      largest |kernel - truth| allowed, as a multiple of |reference in the same dtype - fp32 truth|
-    aot    its compilations for sm_90 (empty: torch serves on the GPU too);  bytes, flops  of one call: for the roofline
+    bound      largest |kernel - truth| allowed, as a multiple of |reference in the same dtype -
+               fp32 truth|
+    aot    its compilations for sm_90 (empty: torch serves on the GPU too);  bytes, flops  of one
+           call: for the roofline
     """
 
     name: str
@@ -65,12 +72,14 @@ class Op:
     flops: Callable[[Inputs], int] | None = None
 
 
-# Read once: `@triton.jit` reads it when a kernel is defined, so a later change would change nothing but the dispatch.
+# Read once: `@triton.jit` reads it when a kernel is defined, so a later change would change nothing
+# but the dispatch.
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def interpreting() -> bool:
-    """True under TRITON_INTERPRET=1, where `@triton.jit` functions run on CPU tensors (fp32 only)."""
+    """True under TRITON_INTERPRET=1, where `@triton.jit` functions run on CPU tensors (fp32
+    only)."""
     return _INTERPRETING
 
 
@@ -78,7 +87,8 @@ _reference_only = False
 
 
 def use_reference_kernels(on: bool) -> None:
-    """Make every op of this process use its torch reference, also on a GPU: to judge the kernels by."""
+    """Make every op of this process use its torch reference, also on a GPU: to judge the kernels
+    by."""
     global _reference_only
     _reference_only = on
 
@@ -92,7 +102,8 @@ _compiled: list[str] = []
 
 
 def compiled_kernels() -> list[str]:
-    """Names of the kernels compiled (or fetched from the compile cache) in this process since the first call, one a variant.
+    """Names of the kernels compiled (or fetched from the compile cache) in this process since the
+    first call, one a variant.
 
     A serving process wants none after its warm-up: a request would wait for the compiler.
     """

@@ -1,7 +1,9 @@
 """Two commands with which anybody can compare this engine with another.
 
-    python -m model_runner logits --jobs FILE --out DIR [--model DIR] ...     logits or scores of given ids, through the paged path
-    python -m model_runner serve-stdio --model DIR ...                       requests as JSON lines on stdin, tokens on stdout
+    python -m model_runner logits --jobs FILE --out DIR [--model DIR] ...     logits or scores of
+    given ids, through the paged path
+    python -m model_runner serve-stdio --model DIR ...                       requests as JSON lines
+    on stdin, tokens on stdout
 
 Not for serving: that is `serve run deployments:app`.
 """
@@ -15,7 +17,9 @@ from model_runner import logits_command, stdio_command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run one command; gives the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m model_runner", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m model_runner", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (logits_command, stdio_command):
         module.add_parser(commands).set_defaults(run=module.run)

@@ -1,4 +1,5 @@
-"""What the commands of `python -m model_runner` share: the options that describe an engine. Not here: any one command."""
+"""What the commands of `python -m model_runner` share: the options that describe an engine. Not
+here: any one command."""
 
 import argparse
 import dataclasses
@@ -13,19 +14,31 @@ from model_runner.config import EngineConfig
 
 def add_engine_options(parser: argparse.ArgumentParser, model_required: bool) -> None:
     """--model, --load-format, --adapters, --config, --device, --dtype, --kernels."""
-    parser.add_argument("--model", required=model_required, default="", help="folder in Hugging Face format")
+    parser.add_argument(
+        "--model", required=model_required, default="", help="folder in Hugging Face format"
+    )
     parser.add_argument("--load-format", default="", help="safetensors (default) or random:SEED")
-    parser.add_argument("--adapters", default="", help="NAME=FOLDER,... the names that requests may use")
-    parser.add_argument("--config", default="", help="YAML or JSON file with fields of EngineConfig")
-    parser.add_argument("--device", default="", help="cpu, cuda, cuda:1; default: a GPU if there is one")
+    parser.add_argument(
+        "--adapters", default="", help="NAME=FOLDER,... the names that requests may use"
+    )
+    parser.add_argument(
+        "--config", default="", help="YAML or JSON file with fields of EngineConfig"
+    )
+    parser.add_argument(
+        "--device", default="", help="cpu, cuda, cuda:1; default: a GPU if there is one"
+    )
     parser.add_argument("--dtype", default="", help="bfloat16 or float32")
     parser.add_argument(
-        "--kernels", choices=("fast", "reference"), default="fast", help="reference: torch in place of Triton"
+        "--kernels",
+        choices=("fast", "reference"),
+        default="fast",
+        help="reference: torch in place of Triton",
     )
 
 
 def read_config(args: argparse.Namespace, model: str, **defaults: Any) -> EngineConfig:
-    """The engine's settings: the file's, then the command line's over them. Errors: ValueError naming an unknown field."""
+    """The engine's settings: the file's, then the command line's over them. Errors: ValueError
+    naming an unknown field."""
     fields: dict[str, Any] = dict(defaults)
     if args.config:
         loaded = yaml.safe_load(Path(args.config).read_text()) or {}
@@ -42,7 +55,8 @@ def read_config(args: argparse.Namespace, model: str, **defaults: Any) -> Engine
 
 
 def read_adapters(text: str) -> dict[str, AdapterRef]:
-    """NAME=FOLDER,... -> name -> ref. Errors: ValueError for a part without '=' or a name given twice."""
+    """NAME=FOLDER,... -> name -> ref. Errors: ValueError for a part without '=' or a name given
+    twice."""
     refs: dict[str, AdapterRef] = {}
     for part in filter(None, text.split(",")):
         name, eq, uri = part.partition("=")

@@ -1,4 +1,5 @@
-"""`EngineConfig`: every setting of one engine. Frozen, plain values, no torch; checked once, at the door."""
+"""`EngineConfig`: every setting of one engine. Frozen, plain values, no torch; checked once, at the
+door."""
 
 from dataclasses import dataclass
 
@@ -8,16 +9,21 @@ class EngineConfig:
     """Settings of one engine.
 
     model            folder in Hugging Face format (config.json, safetensors)
-    load_format      "safetensors", or "random:SEED": weights filled in place, no file but config.json is read
+    load_format      "safetensors", or "random:SEED": weights filled in place, no file but
+                     config.json is read
     device           "cpu", "cuda", "cuda:0", "" = a GPU if there is one
     dtype            "bfloat16", "float32", "" = the checkpoint's on a GPU, float32 on a CPU
-    max_num_seqs     sequences in one step, at most;  max_step_tokens  tokens in one step (a longer prompt is chunked)
+    max_num_seqs     sequences in one step, at most;  max_step_tokens  tokens in one step (a longer
+                     prompt is chunked)
     max_model_len    prompt and output together; 0 = what the model allows and memory holds
-    page_tokens      tokens per KV page (C);  kv_bytes  budget for all KV pages, 0 = what is left on the GPU, 256 MiB on a CPU
+    page_tokens      tokens per KV page (C);  kv_bytes  budget for all KV pages, 0 = what is left on
+                     the GPU, 256 MiB on a CPU
     prefix_cache     reuse the pages of a common prefix (same salt, same adapter)
-    max_loras        slots (L): adapters resident at once;  lora_bytes  the arena, 0 = 64 MiB on a CPU, 8 GiB on a GPU
+    max_loras        slots (L): adapters resident at once;  lora_bytes  the arena, 0 = 64 MiB on a
+                     CPU, 8 GiB on a GPU
     max_lora_rank    the largest rank that is accepted
-    host_cache_dir   folder of packed adapters ("" = a private one in /dev/shm);  host_cache_bytes  its budget
+    host_cache_dir   folder of packed adapters ("" = a private one in /dev/shm);  host_cache_bytes
+                     its budget
     adapter_load_threads  adapters fetched side by side
     cuda_graphs      whole-step graphs for decode, by padded batch size
     look_ahead       launch step n+1 before the tokens of step n are read; None = on a GPU
@@ -47,12 +53,28 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_step_tokens", "page_tokens", "adapter_load_threads", "max_lora_rank"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in (
+            "max_num_seqs",
+            "max_step_tokens",
+            "page_tokens",
+            "adapter_load_threads",
+            "max_lora_rank",
+        ):
+            _require(
+                getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}"
+            )
         for name in ("max_model_len", "kv_bytes", "max_loras", "lora_bytes", "host_cache_bytes"):
-            _require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
-        _require(self.max_step_tokens >= self.max_num_seqs, "max_step_tokens must be at least max_num_seqs")
-        _require(self.dtype in ("", "bfloat16", "float32"), f"dtype must be bfloat16 or float32, not {self.dtype!r}")
+            _require(
+                getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}"
+            )
+        _require(
+            self.max_step_tokens >= self.max_num_seqs,
+            "max_step_tokens must be at least max_num_seqs",
+        )
+        _require(
+            self.dtype in ("", "bfloat16", "float32"),
+            f"dtype must be bfloat16 or float32, not {self.dtype!r}",
+        )
         kind, _, seed = self.load_format.partition(":")
         _require(
             self.load_format == "safetensors" or (kind == "random" and seed.isdigit()),

@@ -1,6 +1,8 @@
-"""`Engine`: requests of token ids in, tokens out. Builds the model, the KV pages, the adapter arena and the scheduler, and steps them.
+"""`Engine`: requests of token ids in, tokens out. Builds the model, the KV pages, the adapter arena
+and the scheduler, and steps them.
 
-One thread owns an engine and everything in it. No text (text.py), no event loop (engine_loop.py), no Ray.
+One thread owns an engine and everything in it. No text (text.py), no event loop (engine_loop.py),
+no Ray.
 """
 
 import dataclasses
@@ -12,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from adapter_store.arena import AdapterArena
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, StoreFull
@@ -26,10 +27,9 @@ from model_runner.config import EngineConfig
 from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
 from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
 from model_runner.execution.runner import ModelRunner, PendingStep, ScoreSink
-from model_runner.execution.sampler import NOT_FINITE, TokenMask
+from model_runner.execution.sampler import TokenMask
 from model_runner.models.base import ModelConfig, read_json
-from model_runner.models.decoder import Decoder
-from model_runner.models.registry import find_family
+from model_runner.models.registry import Family, find_family
 from model_runner.request import (
     Completion,
     ErrorCode,
@@ -39,6 +39,7 @@ from model_runner.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from model_runner.scheduling.batch import ScheduledBatch
 from model_runner.scheduling.page_pool import PagePool
 from model_runner.scheduling.scheduler import Scheduler, Update
 from model_runner.scheduling.sequence import Sequence as Life
@@ -52,14 +53,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Engine:
     """One model on one device, serving many adapters.
 
-    submit never raises for a request's sake: what is wrong with a request comes out of step() as its output.
-    masks  token masks by name, for SamplingParams.mask: (row, position) -> [V] bool, True = allowed.
+    submit never raises for a request's sake: what is wrong with a request comes out of step() as
+    its output.
+    masks  token masks by name, for SamplingParams.mask: (row, position) -> [V] bool, True =
+           allowed.
     Errors of construction: ValueError (config, model), CheckpointError, and what the device raises.
     """
 
     def __init__(self, config: EngineConfig, s3: S3Options | None = None) -> None:
         self.config = config
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(
+            config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
@@ -67,7 +72,9 @@ class Engine:
         on_cpu = self.device.type == "cpu"
         name = config.dtype or ("float32" if on_cpu else self.model_config.dtype)
         self.dtype = DTYPES[name]
-        self.max_len = min(config.max_model_len or self.model_config.max_positions, self.model_config.max_positions)
+        self.max_len = min(
+            config.max_model_len or self.model_config.max_positions, self.model_config.max_positions
+        )
         with torch.inference_mode():
             self.model = family(self.model_config, self._open_reader(), self.max_len)
         self.targets = self.model.lora_targets
@@ -82,14 +89,24 @@ class Engine:
         cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
         self._host_cache = HostCache(cache_dir, config.host_cache_bytes)
         self.store = AdapterStore(
-            self.targets, self.arena, self._host_cache, load_threads=config.adapter_load_threads, s3=s3
+            self.targets,
+            self.arena,
+            self._host_cache,
+            load_threads=config.adapter_load_threads,
+            s3=s3,
         )
         layout = plan_kv(self.model_config)
-        num_pages = self._count_pages(page_bytes(self.model_config, layout, config.page_tokens, self.dtype))
-        caches = allocate_kv(self.model_config, layout, num_pages, config.page_tokens, self.dtype, self.device)
+        num_pages = self._count_pages(
+            page_bytes(self.model_config, layout, config.page_tokens, self.dtype)
+        )
+        caches = allocate_kv(
+            self.model_config, layout, num_pages, config.page_tokens, self.dtype, self.device
+        )
         self.pool = PagePool(num_pages, config.page_tokens, layout.groups, config.prefix_cache)
         a = self.arena
-        tables = LoraTables(a.memory, a.a_off, a.b_off, a.a_stride, a.b_stride, a.lora_rank, a.max_rank)
+        tables = LoraTables(
+            a.memory, a.a_off, a.b_off, a.a_stride, a.b_stride, a.lora_rank, a.max_rank
+        )
         self.runner = ModelRunner(
             self.model,
             layout,
@@ -119,18 +136,25 @@ class Engine:
         self._outputs: list[RequestOutput] = []
         self._pending: PendingStep | None = None
         self._ids = itertools.count()
-        self._seeds = itertools.count(config.seed if config.seed is not None else int.from_bytes(os.urandom(6), "little"))
-        self._counts, self._finished, self._by_tenant = Counter[str](), Counter[str](), Counter[str]()
+        self._seeds = itertools.count(
+            config.seed if config.seed is not None else int.from_bytes(os.urandom(6), "little")
+        )
+        self._counts, self._finished, self._by_tenant = (
+            Counter[str](),
+            Counter[str](),
+            Counter[str](),
+        )
         self._last_step = time.monotonic()
         self._compiles_before = len(compiled_kernels())
         self.runner.warm_up()
         self._warm_up_prefill()
         self._compiles_before = len(compiled_kernels())
 
-    # ---- requests in ------------------------------------------------------------------------------------------------
+    # Requests in
 
     def submit(self, request: Request) -> None:
-        """Take a request in. Whatever is wrong with it is told by its outputs: one for each of its n sequences."""
+        """Take a request in. Whatever is wrong with it is told by its outputs: one for each of its
+        n sequences."""
         refusal = self._refusal(request)
         if refusal is not None:
             n = request.sampling.n
@@ -145,13 +169,16 @@ class Engine:
             self.store.prefetch(request.adapter)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request (or one of its sequences) now, silently but for a last output. Unknown ids are ignored."""
+        """End a request (or one of its sequences) now, silently but for a last output. Unknown ids
+        are ignored."""
         arriving = self._arriving.pop(request_id, None)
         if arriving is not None:
             del self._lives[request_id]
             assert arriving.adapter is not None
             self.store.forget(arriving.adapter)
-            self._outputs += [_ended(arriving, i, FinishReason.ABORT) for i in range(arriving.sampling.n)]
+            self._outputs += [
+                _ended(arriving, i, FinishReason.ABORT) for i in range(arriving.sampling.n)
+            ]
             return
         for life in list(self._lives.get(request_id, ())):
             if index is not None and life.index != index:
@@ -163,7 +190,8 @@ class Engine:
                 self._finish(life, FinishReason.ABORT)
 
     def load_adapters(self, refs: Iterable[AdapterRef], timeout_s: float = 600.0) -> None:
-        """Bring adapters into their slots before the first request. Blocks. Errors: the AdapterError of one that cannot be."""
+        """Bring adapters into their slots before the first request. Blocks. Errors: the
+        AdapterError of one that cannot be."""
         refs, end = list(refs), time.monotonic() + timeout_s
         for ref in refs:
             self.store.prefetch(ref)
@@ -178,7 +206,7 @@ class Engine:
                 self.store.poll()
             self.store.release(lease)
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # Steps
 
     @property
     def has_work(self) -> bool:
@@ -187,17 +215,23 @@ class Engine:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way on the device; if not, and step() told nothing, all work waits for adapters."""
+        """Whether a step is under way on the device; if not, and step() told nothing, all work
+        waits for adapters."""
         return self._pending is not None
 
     def step(self) -> list[RequestOutput]:
-        """Advance: launch the next step, take in the tokens of the last one, and tell what is new."""
+        """Advance: launch the next step, take in the tokens of the last one, and tell what is
+        new."""
         self.store.poll()
         self._admit_arrived()
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
-            scored = {s: self._sinks[i] for s, i in enumerate(batch.seq_ids) if i in self._sinks} if self._sinks else None
+            scored = (
+                {s: self._sinks[i] for s, i in enumerate(batch.seq_ids) if i in self._sinks}
+                if self._sinks
+                else None
+            )
             launched = self.runner.launch(batch, scored)
             self._counts["steps"] += 1
         if self._look_ahead:
@@ -216,7 +250,8 @@ class Engine:
         return outputs
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Run requests to their end. Gives one Completion for each sequence, in the order of requests and of index."""
+        """Run requests to their end. Gives one Completion for each sequence, in the order of
+        requests and of index."""
         requests = list(requests)
         found: dict[tuple[str, int], Completion] = {}
         for request in requests:
@@ -237,12 +272,14 @@ class Engine:
 
     def score(
         self,
-        items: Sequence[tuple[tuple[int, ...], AdapterRef | None, Callable[[int, Tensor], None]]],
+        items: Sequence[tuple[tuple[int, ...], AdapterRef | None, ScoreSink]],
         done: Callable[[int, str], None],
     ) -> None:
-        """Logits of given ids, through the same scheduler, pages and kernels as generation. Blocks until all are done.
+        """Logits of given ids, through the same scheduler, pages and kernels as generation. Blocks
+        until all are done.
 
-        items  (token ids, adapter, sink); sink(first, logits [n, V]) gets positions first, first + 1, ..., chunk by chunk
+        items  (token ids, adapter, sink); sink(first, logits [n, V]) gets positions first, first +
+               1, ..., chunk by chunk
         done   called once an item with its number and why it was refused ("" = it was not)
         Needs: prefix_cache off (a cached prefix has no logits).
         """
@@ -250,7 +287,7 @@ class Engine:
         for number, (token_ids, adapter, sink) in enumerate(items):
             name = f"score-{number}"
             sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            self._score_sinks[name] = lambda row, first, logits, sink=sink: sink(first, logits)
+            self._score_sinks[name] = sink
             self.submit(Request(name, token_ids, sampling, adapter))
         while self.has_work:
             outputs = self.step()
@@ -261,7 +298,7 @@ class Engine:
             if not outputs and not self.is_stepping:
                 time.sleep(0.001)
 
-    # ---- what is known ----------------------------------------------------------------------------------------------
+    # What is known
 
     @property
     def masks(self) -> dict[str, TokenMask]:
@@ -269,7 +306,8 @@ class Engine:
         return self.runner.masks
 
     def stats(self, count_experts: bool = False) -> EngineStats:
-        """A snapshot. count_experts also reads (and resets) the experts counter, which waits for the device."""
+        """A snapshot. count_experts also reads (and resets) the experts counter, which waits for
+        the device."""
         scheduler, pool, store = self.scheduler, self.pool, self.store.stats()
         return EngineStats(
             num_steps=self._counts["steps"],
@@ -324,7 +362,7 @@ class Engine:
         self.store.close()
         self._host_cache.close()
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # Inside
 
     def _refusal(self, request: Request) -> tuple[ErrorCode, str] | None:
         s, ids, vocab = request.sampling, request.token_ids, self.model_config.vocab_size
@@ -345,17 +383,25 @@ class Engine:
         if not request.weight > 0:
             return ErrorCode.BAD_REQUEST, f"weight must be above 0, not {request.weight}"
         if len(ids) >= self.max_len:
-            return ErrorCode.PROMPT_TOO_LONG, f"the prompt has {len(ids)} tokens; {self.max_len - 1} are possible"
+            return (
+                ErrorCode.PROMPT_TOO_LONG,
+                f"the prompt has {len(ids)} tokens; {self.max_len - 1} are possible",
+            )
         if not self.scheduler.fits(min(len(ids) + s.max_tokens, self.max_len)):
-            return ErrorCode.PROMPT_TOO_LONG, f"{len(ids)} + {s.max_tokens} tokens do not fit into the KV memory"
+            return (
+                ErrorCode.PROMPT_TOO_LONG,
+                f"{len(ids)} + {s.max_tokens} tokens do not fit into the KV memory",
+            )
         if request.adapter is not None and not self.config.max_loras:
             return ErrorCode.ADAPTER_NOT_FOUND, "this engine serves no adapters (max_loras is 0)"
         return None
 
     def _admit_arrived(self) -> None:
-        """Requests whose adapter's content is known go to the scheduler, bound to that content; lost ones are told why.
+        """Requests whose adapter's content is known go to the scheduler, bound to that content;
+        lost ones are told why.
 
-        A content that was known before is used at once, while the store looks whether the uri has a newer one.
+        A content that was known before is used at once, while the store looks whether the uri has a
+        newer one.
         """
         for request_id, request in list(self._arriving.items()):
             assert request.adapter is not None
@@ -364,7 +410,9 @@ class Engine:
             if error is not None:
                 del self._arriving[request_id], self._lives[request_id]
                 code, text = adapter_error(error)
-                self._outputs += [_failed(request, i, code, text) for i in range(request.sampling.n)]
+                self._outputs += [
+                    _failed(request, i, code, text) for i in range(request.sampling.n)
+                ]
             elif digest is not None:
                 del self._arriving[request_id]
                 bound = dataclasses.replace(request.adapter, revision=digest)
@@ -397,7 +445,11 @@ class Engine:
         if update.error is not None:
             self._finish(life, FinishReason.ERROR, error=adapter_error(update.error))
         elif update.finish_reason is FinishReason.ERROR:
-            self._finish(life, FinishReason.ERROR, error=(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"))
+            self._finish(
+                life,
+                FinishReason.ERROR,
+                error=(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"),
+            )
         else:
             self._finish(life, update.finish_reason)
 
@@ -417,6 +469,11 @@ class Engine:
         if not lives:
             del self._lives[life.request.request_id]
 
+    def _sinks_of(self, batch: ScheduledBatch) -> dict[int, ScoreSink]:
+        """Batch row -> where its logits go, for the rows that are scored."""
+        ids = enumerate(batch.seq_ids)
+        return {row: self._sinks[seq_id] for row, seq_id in ids if seq_id in self._sinks}
+
     def _open_reader(self) -> SafetensorsReader | RandomReader:
         kind, _, seed = self.config.load_format.partition(":")
         if kind == "random":
@@ -430,15 +487,19 @@ class Engine:
             budget = free - int(GPU_RESERVE * total)
         num_pages = budget // bytes_per_page
         if num_pages < 2:
-            raise ValueError(f"{budget} bytes of KV memory hold less than 2 pages of {bytes_per_page} bytes")
+            raise ValueError(
+                f"{budget} bytes of KV memory hold less than 2 pages of {bytes_per_page} bytes"
+            )
         return int(num_pages)
 
     def _warm_up_prefill(self) -> None:
-        """On a GPU, run prompts of every size class once, so that no request waits for a compiler."""
+        """On a GPU, run prompts of every size class once, so that no request waits for a
+        compiler."""
         if self.device.type != "cuda":
             return
         most = min(self.config.max_step_tokens, self.max_len - 1)
-        # Tile sizes follow the row count rounded up to a power of two: one prompt of each is enough.
+        # Tile sizes follow the row count rounded up to a power of two: one prompt of each is
+        # enough.
         lengths = sorted({n for n in (2**k for k in range(20)) if n < most} | {most})
         cached, self.pool.prefix_cache = self.pool.prefix_cache, False
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -450,7 +511,7 @@ class Engine:
         self._by_tenant.clear()
 
 
-def read_model_config(folder: Path) -> tuple[type[Decoder], ModelConfig]:
+def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
     """The family of a checkpoint folder and its configuration. Errors: ModelUnsupported."""
     raw = read_json(folder / "config.json")
     family = find_family(list(raw.get("architectures") or ()))
@@ -464,7 +525,9 @@ def adapter_error(error: Exception) -> tuple[ErrorCode, str]:
         (AdapterInvalid, ErrorCode.ADAPTER_INVALID),
         (StoreFull, ErrorCode.ADAPTER_TOO_LARGE),
     )
-    return next((code for kind, code in codes if isinstance(error, kind)), ErrorCode.ADAPTER_UNAVAILABLE), str(error)
+    return next(
+        (code for kind, code in codes if isinstance(error, kind)), ErrorCode.ADAPTER_UNAVAILABLE
+    ), str(error)
 
 
 def _news(
@@ -489,8 +552,12 @@ def _news(
 
 
 def _ended(request: Request, index: int, reason: FinishReason) -> RequestOutput:
-    return RequestOutput(request.request_id, index, finish_reason=reason, num_prompt_tokens=len(request.token_ids))
+    return RequestOutput(
+        request.request_id, index, finish_reason=reason, num_prompt_tokens=len(request.token_ids)
+    )
 
 
 def _failed(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
-    return dataclasses.replace(_ended(request, index, FinishReason.ERROR), error_code=code, error=why)
+    return dataclasses.replace(
+        _ended(request, index, FinishReason.ERROR), error_code=code, error=why
+    )

@@ -1,6 +1,7 @@
 """`EngineLoop`: one thread steps an engine; an asyncio face in front. Not here: text, HTTP, Ray.
 
-Requests enter through a queue and outputs leave in one message per step and event loop, however many streams there are.
+Requests enter through a queue and outputs leave in one message per step and event loop, however
+many streams there are.
 """
 
 import asyncio
@@ -47,7 +48,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start the thread and wait until the engine can serve. Errors: what building the engine raised; TimeoutError."""
+        """Start the thread and wait until the engine can serve. Errors: what building the engine
+        raised; TimeoutError."""
         self._thread.start()
         if not self._ready.wait(timeout_s):
             raise TimeoutError(f"the engine was not ready in {timeout_s} s")
@@ -56,15 +58,21 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can serve: built, running, and not stuck (a step that takes a minute is)."""
-        return self._ready.is_set() and self._thread.is_alive() and time.monotonic() - self._last_turn < 60
+        """Whether the engine can serve: built, running, and not stuck (a step that takes a minute
+        is)."""
+        return (
+            self._ready.is_set()
+            and self._thread.is_alive()
+            and time.monotonic() - self._last_turn < 60
+        )
 
     def stats(self) -> EngineStats:
         """The latest snapshot, at most a step or 20 ms old."""
         return self._snapshot
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End one sequence of a request, or all of them. Unknown ids are ignored: they may just have finished."""
+        """End one sequence of a request, or all of them. Unknown ids are ignored: they may just
+        have finished."""
         self._commands.put(lambda engine: engine.abort(request_id, index))
 
     async def stream(self, request: Request) -> AsyncIterator[RequestOutput]:
@@ -73,7 +81,12 @@ class EngineLoop:
         Closing or cancelling the generator aborts the request in the engine before its next step.
         """
         if request.request_id in self._streams:
-            yield _dead(request, 0, ErrorCode.BAD_REQUEST, f"request_id {request.request_id!r} is already running")
+            yield _dead(
+                request,
+                0,
+                ErrorCode.BAD_REQUEST,
+                f"request_id {request.request_id!r} is already running",
+            )
             return
         stream = _Stream(request, asyncio.get_running_loop(), asyncio.Queue())
         stream.open.update(range(request.sampling.n))
@@ -99,7 +112,7 @@ class EngineLoop:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    # ---- the engine's thread ----------------------------------------------------------------------------------------
+    # The engine's thread
 
     def _run(self) -> None:
         try:
@@ -117,7 +130,11 @@ class EngineLoop:
             self._failure = error
             raise
         finally:
-            self._fail_streams(f"the engine stopped: {self._failure}" if self._failure else "the engine was stopped")
+            self._fail_streams(
+                f"the engine stopped: {self._failure}"
+                if self._failure
+                else "the engine was stopped"
+            )
             with contextlib.suppress(Exception):
                 engine.close()
 
@@ -125,7 +142,11 @@ class EngineLoop:
         self._last_turn = time.monotonic()
         worked = engine.has_work
         with contextlib.suppress(queue.Empty):
-            command = self._commands.get(timeout=IDLE_WAIT_S) if not worked else self._commands.get_nowait()
+            command = (
+                self._commands.get(timeout=IDLE_WAIT_S)
+                if not worked
+                else self._commands.get_nowait()
+            )
             command(engine)
             while True:
                 self._commands.get_nowait()(engine)
@@ -145,12 +166,17 @@ class EngineLoop:
             if stream is not None:
                 by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, items in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop closed while its streams were running
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop closed while its streams were running
                 loop.call_soon_threadsafe(_hand_over, items)
 
     def _fail_streams(self, why: str) -> None:
         for stream in list(self._streams.values()):
-            outputs = [(stream, _dead(stream.request, i, ErrorCode.ENGINE_DEAD, why)) for i in sorted(stream.open)]
+            outputs = [
+                (stream, _dead(stream.request, i, ErrorCode.ENGINE_DEAD, why))
+                for i in sorted(stream.open)
+            ]
             with contextlib.suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(_hand_over, outputs)
 

@@ -1,8 +1,11 @@
 """`logits`: what the model says of given token ids, through the engine's own paged path.
 
-A job is one JSON line: {"id", "model" (folder; default --model), "adapter" (a folder, a name of --adapters, or null), "input_ids", "score_from" (optional)}.
-OUT/<id>.safetensors holds `logits` float32 (tokens, vocabulary). With score_from = n, OUT/<id>.score.json holds instead "chosen" (the logit of
-input_ids[i + 1] at position i, for i = n .. len - 2) and "best" (the largest logit there), and no vocabulary-wide array is kept.
+A job is one JSON line: {"id", "model" (folder; default --model), "adapter" (a folder, a name of
+--adapters, or null), "input_ids", "score_from" (optional)}.
+OUT/<id>.safetensors holds `logits` float32 (tokens, vocabulary). With score_from = n,
+OUT/<id>.score.json holds instead "chosen" (the logit of
+input_ids[i + 1] at position i, for i = n .. len - 2) and "best" (the largest logit there), and no
+vocabulary-wide array is kept.
 OUT/<id>.error.txt says why a job was refused.
 """
 
@@ -10,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +55,10 @@ class Job:
     def write(self, out: Path) -> None:
         """One result file."""
         if self.score_from is None:
-            save_file({"logits": torch.cat(self.parts).contiguous()}, str(out / f"{self.name}.safetensors"))
+            save_file(
+                {"logits": torch.cat(self.parts).contiguous()},
+                str(out / f"{self.name}.safetensors"),
+            )
         else:
             text = json.dumps({"chosen": self.chosen, "best": self.best})
             (out / f"{self.name}.score.json").write_text(text)
@@ -59,16 +66,21 @@ class Job:
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """The command's options."""
-    parser = commands.add_parser("logits", help="logits or scores of given ids, through the paged path")
+    parser = commands.add_parser(
+        "logits", help="logits or scores of given ids, through the paged path"
+    )
     add_engine_options(parser, model_required=False)
     parser.add_argument("--jobs", required=True, help="one JSON job a line")
     parser.add_argument("--out", required=True, help="folder for the results")
-    parser.add_argument("--batch", type=int, default=16, help="jobs that run side by side (default 16)")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="jobs that run side by side (default 16)"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all jobs, model by model. A refused job is no failure of the command: its reason is in its error file."""
+    """Run all jobs, model by model. A refused job is no failure of the command: its reason is in
+    its error file."""
     use_reference_kernels(args.kernels == "reference")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +90,13 @@ def run(args: argparse.Namespace) -> int:
         loras = max(1, min(args.batch, len({job.adapter for job in mine if job.adapter})))
         try:
             config = read_config(
-                args, model, max_loras=loras, max_num_seqs=args.batch, prefix_cache=False, cuda_graphs=False, max_lora_rank=256
+                args,
+                model,
+                max_loras=loras,
+                max_num_seqs=args.batch,
+                prefix_cache=False,
+                cuda_graphs=False,
+                max_lora_rank=256,
             )
             engine = Engine(config)
         except (ValueError, OSError) as error:
@@ -86,13 +104,17 @@ def run(args: argparse.Namespace) -> int:
                 _refuse(out, job.name, f"{type(error).__name__}: {error}")
             continue
         try:
-            engine.score([(job.input_ids, job.adapter, job.take) for job in mine], lambda i, why, mine=mine: _end(out, mine[i], why))
+            engine.score(
+                [(job.input_ids, job.adapter, job.take) for job in mine],
+                partial(_end, out, mine),
+            )
         finally:
             engine.close()
     return 0
 
 
-def _end(out: Path, job: Job, why: str) -> None:
+def _end(out: Path, jobs: list[Job], number: int, why: str) -> None:
+    job = jobs[number]
     if why:
         _refuse(out, job.name, why)
     else:
@@ -114,7 +136,11 @@ def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:
         if "/" in name or name in (".", ".."):
             raise ValueError(f"{args.jobs}:{number}: id {name!r} is no file name")
         adapter = raw.get("adapter")
-        ref = refs.get(adapter) or AdapterRef(str(adapter), str(adapter)) if adapter is not None else None
+        ref = (
+            refs.get(adapter) or AdapterRef(str(adapter), str(adapter))
+            if adapter is not None
+            else None
+        )
         model = raw.get("model") or args.model
         if not model:
             _refuse(out, name, "the job names no model and --model was not given")

@@ -1,4 +1,5 @@
-"""What goes into the engine and what comes out: frozen plain values that cross processes. No torch, no text."""
+"""What goes into the engine and what comes out: frozen plain values that cross processes. No torch,
+no text."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,8 @@ class FinishReason(StrEnum):
 
 
 class ErrorCode(StrEnum):
-    """What was wrong, when finish_reason is ERROR. The ingress maps these to statuses in one table."""
+    """What was wrong, when finish_reason is ERROR. The ingress maps these to statuses in one
+    table."""
 
     BAD_REQUEST = "bad_request"
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -33,9 +35,12 @@ class ErrorCode(StrEnum):
 class SamplingParams:
     """How tokens are drawn.
 
-    temperature 0 is greedy. top_p in (0, 1]; top_k 0 = all. seed None: drawn once by the engine for the request.
-    stop_ids end the request (the id is delivered); min_tokens forbids them (and end-of-text) before that many;
-    ignore_eos leaves out the model's own end-of-text ids. logprobs None = none, n = the chosen token's and the n best.
+    temperature 0 is greedy. top_p in (0, 1]; top_k 0 = all. seed None: drawn once by the engine for
+    the request.
+    stop_ids end the request (the id is delivered); min_tokens forbids them (and end-of-text) before
+    that many;
+    ignore_eos leaves out the model's own end-of-text ids. logprobs None = none, n = the chosen
+    token's and the n best.
     n  number of sequences for one prompt; sequence i draws with (seed, i, position).
     mask  name of a token mask registered with the engine (`Engine.masks`), "" = none.
     Errors: `problem()` says what is out of range, in words for the user.
@@ -56,14 +61,26 @@ class SamplingParams:
     def problem(self) -> str | None:
         """What is wrong with these values, or None. Types are checked too: JSON brings anything."""
         checks = (
-            ("temperature", _is_number(self.temperature) and 0 <= self.temperature <= 100, "a number in [0, 100]"),
+            (
+                "temperature",
+                _is_number(self.temperature) and 0 <= self.temperature <= 100,
+                "a number in [0, 100]",
+            ),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0"),
-            ("seed", self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer"),
+            (
+                "seed",
+                self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
+                "a 64-bit integer",
+            ),
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
-            ("min_tokens", _is_int(self.min_tokens) and 0 <= self.min_tokens, "an integer >= 0"),
+            ("min_tokens", _is_int(self.min_tokens) and self.min_tokens >= 0, "an integer >= 0"),
             ("stop_ids", all(_is_int(i) and i >= 0 for i in self.stop_ids), "token ids >= 0"),
-            ("logprobs", self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20), "in 0..20"),
+            (
+                "logprobs",
+                self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
+                "in 0..20",
+            ),
             ("n", _is_int(self.n) and 1 <= self.n <= 128, "an integer in 1..128"),
         )
         for name, ok, want in checks:
@@ -78,7 +95,8 @@ class SamplingParams:
 class Request:
     """One prompt for the engine.
 
-    request_id  unique in the engine;  adapter None = the base model;  weight = the tenant's share when tenants compete;
+    request_id  unique in the engine;  adapter None = the base model;  weight = the tenant's share
+                when tenants compete;
     cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
     """
 
@@ -104,9 +122,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """News of one sequence of one request, as one step made it. finish_reason is None until the last one.
+    """News of one sequence of one request, as one step made it. finish_reason is None until the
+    last one.
 
-    index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in the prefix cache),
+    index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in
+           the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
     """
 
@@ -124,7 +144,8 @@ class RequestOutput:
 
 @dataclass
 class Completion:
-    """What `Engine.generate` gives for one sequence: all outputs of one (request, index), joined."""
+    """What `Engine.generate` gives for one sequence: all outputs of one (request, index),
+    joined."""
 
     request_id: str
     index: int = 0

@@ -9,12 +9,17 @@ from adapter_store.ref import AdapterRef
 class EngineStats:
     """Counters grow for ever (since start); gauges are of now.
 
-    counters: num_steps, sampled_tokens (drawn on the device), delivered_tokens (given to clients), discarded_tokens (drawn and thrown away),
-              prompt_tokens, cached_tokens, preemptions, finished (by reason), loads, evictions, load_seconds
-    gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes, arena_bytes, slots_in_use, num_slots
+    counters: num_steps, sampled_tokens (drawn on the device), delivered_tokens (given to clients),
+    discarded_tokens (drawn and thrown away),
+              prompt_tokens, cached_tokens, preemptions, finished (by reason), loads, evictions,
+              load_seconds
+    gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes,
+    arena_bytes, slots_in_use, num_slots
     resident  adapters in slots;  by_tenant  tenant -> delivered tokens
-    distinct_experts  mean per layer and decode step since the last snapshot that asked for it (0 for dense models)
-    compiles  kernels compiled since the engine said ready;  step_age_s  seconds since the last step ended while work waited (a stuck engine)
+    distinct_experts  mean per layer and decode step since the last snapshot that asked for it (0
+                      for dense models)
+    compiles  kernels compiled since the engine said ready;  step_age_s  seconds since the last step
+              ended while work waited (a stuck engine)
     """
 
     num_steps: int = 0

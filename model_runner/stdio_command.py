@@ -1,8 +1,10 @@
 """`serve-stdio`: one engine behind two pipes. One JSON object a line.
 
-In:   {"id", "adapter" (a name of --adapters, or null), "input_ids", "max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "stop_ids",
+In:   {"id", "adapter" (a name of --adapters, or null), "input_ids", "max_tokens", "temperature",
+      "top_p", "top_k", "seed", "ignore_eos", "stop_ids",
       "min_tokens"}, {"cmd": "abort", "id"}, {"cmd": "stats"}, {"cmd": "quit"}
-Out:  {"ready": true, ...}, {"id", "token_ids" (new ones), "finish_reason" (null until the last), "error"}, {"stats": {...}}
+Out:  {"ready": true, ...}, {"id", "token_ids" (new ones), "finish_reason" (null until the last),
+      "error"}, {"stats": {...}}
 Whoever measures owns clocks, prompts and concurrency.
 """
 
@@ -22,14 +24,24 @@ from model_runner.command_line import add_engine_options, read_adapters, read_co
 from model_runner.engine import Engine
 from model_runner.request import Request, RequestOutput, SamplingParams
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos")
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
 IDLE_WAIT_S = 0.2
 LOAD_POLL_S = 0.001
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """The command's options."""
-    parser = commands.add_parser("serve-stdio", help="requests as JSON lines on stdin, tokens on stdout")
+    parser = commands.add_parser(
+        "serve-stdio", help="requests as JSON lines on stdin, tokens on stdout"
+    )
     add_engine_options(parser, model_required=True)
     return parser
 
@@ -43,7 +55,16 @@ def run(args: argparse.Namespace) -> int:
     engine = Engine(read_config(args, args.model, max_loras=max(1, len(refs))))
     try:
         engine.load_adapters(refs.values())
-        _write(out, [{"ready": True, "startup_s": round(time.perf_counter() - started, 3), **engine.describe()}])
+        _write(
+            out,
+            [
+                {
+                    "ready": True,
+                    "startup_s": round(time.perf_counter() - started, 3),
+                    **engine.describe(),
+                }
+            ],
+        )
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read_lines, args=(lines,), daemon=True).start()
         _serve(engine, refs, lines, out)
@@ -52,7 +73,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(engine: Engine, refs: dict[str, AdapterRef], lines: "queue.SimpleQueue[str | None]", out: IO[str]) -> None:
+def _serve(
+    engine: Engine,
+    refs: dict[str, AdapterRef],
+    lines: "queue.SimpleQueue[str | None]",
+    out: IO[str],
+) -> None:
     while True:
         try:
             line = lines.get_nowait() if engine.has_work else lines.get(timeout=IDLE_WAIT_S)
@@ -96,7 +122,14 @@ def _handle(engine: Engine, refs: dict[str, AdapterRef], line: str) -> list[dict
         return []
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         name = message.get("id") if isinstance(locals().get("message"), dict) else None
-        return [{"id": name, "token_ids": [], "finish_reason": "error", "error": f"{type(error).__name__}: {error}"}]
+        return [
+            {
+                "id": name,
+                "token_ids": [],
+                "finish_reason": "error",
+                "error": f"{type(error).__name__}: {error}",
+            }
+        ]
 
 
 def _read_request(message: dict[str, Any], refs: dict[str, AdapterRef]) -> Request:

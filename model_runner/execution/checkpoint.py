@@ -1,4 +1,5 @@
-"""Weights from a Hugging Face folder, or from a seed. Both are `WeightReader`s, so a family's name map serves both.
+"""Weights from a Hugging Face folder, or from a seed. Both are `WeightReader`s, so a family's name
+map serves both.
 
 Only safetensors are read: a pickle is a program, not data.
 """
@@ -23,13 +24,16 @@ class SafetensorsReader:
     """Tensors of one folder, sharded (`model.safetensors.index.json`) or in one file."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype, self._files = device, dtype, {}
+        self._device, self._dtype = device, dtype
+        self._files: dict[Path, Any] = {}
         self._file_of = self._list_names(folder)
 
     def __enter__(self) -> "SafetensorsReader":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.clear()
 
     def has(self, name: str) -> bool:
@@ -37,13 +41,16 @@ class SafetensorsReader:
         return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor on the device. Errors: CheckpointError if missing, of another shape, or of a foreign dtype."""
+        """One tensor on the device. Errors: CheckpointError if missing, of another shape, or of a
+        foreign dtype."""
         if name not in self._file_of:
             raise CheckpointError(f"the checkpoint has no tensor {name}")
         path = self._file_of[name]
         tensor = self._open(path).get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} in {path.name} has shape {tuple(tensor.shape)}, the config wants {shape}")
+            raise CheckpointError(
+                f"{name} in {path.name} has shape {tuple(tensor.shape)}, the config wants {shape}"
+            )
         wanted = dtype or self._dtype
         if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
             raise CheckpointError(f"{name} in {path.name} is {tensor.dtype}, not {wanted}")
@@ -67,15 +74,19 @@ class SafetensorsReader:
             return {name: folder / file for name, file in files.items()}
         single = folder / "model.safetensors"
         if not single.is_file():
-            raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+            raise CheckpointError(
+                f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+            )
         return {name: single for name in self._open(single).keys()}  # noqa: SIM118
 
 
 class RandomReader:
     """Values drawn in place on the device from (seed, tensor name): full-size shapes need no file.
 
-    Norms are 1, embeddings normal(0, 1), MXFP4 codes uniform with scales 2^-8 and 2^-7 (so that weights have a deviation
-    near 0.02), everything else normal(0, 0.02): routing is then near-uniform, as it is in trained models.
+    Norms are 1, embeddings normal(0, 1), MXFP4 codes uniform with scales 2^-8 and 2^-7 (so that
+    weights have a deviation
+    near 0.02), everything else normal(0, 0.02): routing is then near-uniform, as it is in trained
+    models.
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -89,11 +100,17 @@ class RandomReader:
         """The tensor that this seed gives this name; the same whatever else was read before."""
         wanted = dtype or self._dtype
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = torch.Generator(self._device).manual_seed(
+            int.from_bytes(digest[:8], "little") >> 1
+        )
         if wanted == torch.uint8:
             low, high = (119, 121) if name.endswith("_scales") else (0, 256)
-            return torch.randint(low, high, shape, generator=generator, device=self._device, dtype=torch.uint8)
+            return torch.randint(
+                low, high, shape, generator=generator, device=self._device, dtype=torch.uint8
+            )
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device, dtype=wanted)
         std = 1.0 if name.endswith("embed_tokens.weight") else 0.02
-        return torch.empty(shape, device=self._device, dtype=wanted).normal_(0, std, generator=generator)
+        return torch.empty(shape, device=self._device, dtype=wanted).normal_(
+            0, std, generator=generator
+        )

@@ -5,6 +5,7 @@ A graph reads one static device copy of a `HostBuffer`: replaying is one copy an
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ StepFn = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
-    """Batch sizes to capture: powers of two to 8, then multiples of 8, so that padding wastes little."""
+    """Batch sizes to capture: powers of two to 8, then multiples of 8, so that padding wastes
+    little."""
     sizes = [s for s in (1, 2, 4, 8, *range(16, 65, 8), *range(80, most + 16, 16)) if s < most]
     return (*sizes, most)
 
@@ -34,7 +36,7 @@ class DecodeGraphs:
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
         self._captured: dict[int, _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def fit(self, rows: int) -> int | None:
         """The smallest captured size that holds `rows`, or None."""
@@ -63,7 +65,8 @@ class DecodeGraphs:
         self._captured[size] = _Captured(graph, memory, logits, tokens)
 
     def replay(self, size: int, buffer: HostBuffer) -> tuple[Tensor, Tensor]:
-        """Copy the columns in and run. The results are overwritten by the next replay of any size."""
+        """Copy the columns in and run. The results are overwritten by the next replay of any
+        size."""
         captured = self._captured[size]
         captured.memory.copy_(buffer.memory, non_blocking=True)
         captured.graph.replay()

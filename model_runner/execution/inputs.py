@@ -1,6 +1,7 @@
 """`ScheduledBatch` -> device tensors: the one place where lists become tensors.
 
-All host columns of a step lie in one buffer, so a step is one copy to the device. The buffer's plan depends on padded sizes alone:
+All host columns of a step lie in one buffer, so a step is one copy to the device. The buffer's plan
+depends on padded sizes alone:
 a captured graph has one plan, and its device views never move.
 """
 
@@ -32,7 +33,8 @@ class StepShape:
     groups: int
 
     def columns(self) -> tuple[tuple[str, int, int, int], ...]:
-        """(name, items, bytes of an item, items of a row or 0) of everything that goes to the device, one column a KV group."""
+        """(name, items, bytes of an item, items of a row or 0) of everything that goes to the
+        device, one column a KV group."""
         s, t, z, groups = self.rows, self.tokens, self.logits, range(self.groups)
         return (
             ("token_ids", t, 8, 0),
@@ -56,7 +58,8 @@ _TORCH = {8: torch.int64, 4: torch.int32, -4: torch.float32}
 
 
 class HostBuffer:
-    """One host buffer (pinned for a GPU) with a numpy view for each column; `device_views` gives the same over a copy of it.
+    """One host buffer (pinned for a GPU) with a numpy view for each column; `device_views` gives
+    the same over a copy of it.
 
     Columns of one type lie side by side, so that views are slices of three arrays.
     """
@@ -109,7 +112,8 @@ class HostBuffer:
 class PageTables:
     """Page tables that persist over steps: a decoding row costs a copy only when it got a new page.
 
-    A sequence that was in the step before only appends pages; one that was left out may come back with others, and is copied whole.
+    A sequence that was in the step before only appends pages; one that was left out may come back
+    with others, and is copied whole.
     Pages that fell out of a window keep their old id here: nobody reads there.
     """
 
@@ -148,8 +152,11 @@ class PageTables:
         return row
 
 
-def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch, page_tokens: int, columns: int) -> None:
-    """Fill the buffer for a step in which every row has one token; rows past the batch's become dummies.
+def fill_decode(
+    buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch, page_tokens: int, columns: int
+) -> None:
+    """Fill the buffer for a step in which every row has one token; rows past the batch's become
+    dummies.
 
     A dummy has slot -1, one key on page 0, and writes nothing.
     """
@@ -185,7 +192,8 @@ def fill_mixed(
     logit_rows: Sequence[int],
     sample_rows: Sequence[int],
 ) -> None:
-    """Fill the buffer for any step, unpadded. `sample_rows` are the batch rows that give a token, `logit_rows` their last tokens."""
+    """Fill the buffer for any step, unpadded. `sample_rows` are the batch rows that give a token,
+    `logit_rows` their last tokens."""
     v = buffer.view
     rows = tables.rows(batch)  # [S]
     counts, starts = np.array(batch.num_tokens), np.array(batch.starts)  # [S] twice
@@ -210,7 +218,8 @@ def fill_mixed(
 
 
 def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int]) -> None:
-    """Temperature and the random number of each row of logits; a row that gives no token is greedy and ignored."""
+    """Temperature and the random number of each row of logits; a row that gives no token is greedy
+    and ignored."""
     drawn: list[tuple[int, SamplingRow, int]] = []
     for z, s in enumerate(sample_rows):
         row = batch.samples[s]
@@ -222,5 +231,7 @@ def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequen
         at = [z for z, _, _ in drawn]
         temperature[at] = [row.temperature for _, row, _ in drawn]
         uniform[at] = draw_uniform(
-            [row.seed for _, row, _ in drawn], [row.index for _, row, _ in drawn], [p for _, _, p in drawn]
+            [row.seed for _, row, _ in drawn],
+            [row.index for _, row, _ in drawn],
+            [p for _, _, p in drawn],
         )

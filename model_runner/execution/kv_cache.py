@@ -1,6 +1,7 @@
 """The memory of keys and values, and how many pages of it fit.
 
-All KV groups share one id space of pages: the i-th layer of each group uses the i-th tensor, and a page belongs to one group at a
+All KV groups share one id space of pages: the i-th layer of each group uses the i-th tensor, and a
+page belongs to one group at a
 time. So one byte budget serves full and window layers alike, and nothing is split beforehand.
 """
 
@@ -17,7 +18,8 @@ from model_runner.scheduling.page_pool import KvGroup
 class KvLayout:
     """Which group each layer belongs to, and its place in it.
 
-    groups  one for each distinct window;  group_of_layer [N];  tensor_of_layer [N]: index among the layers of its group
+    groups  one for each distinct window;  group_of_layer [N];  tensor_of_layer [N]: index among the
+            layers of its group
     """
 
     groups: tuple[KvGroup, ...]
@@ -43,19 +45,35 @@ def plan_kv(config: ModelConfig) -> KvLayout:
 
 def page_bytes(config: ModelConfig, layout: KvLayout, page_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all tensors, keys and values."""
-    return 2 * layout.num_tensors * page_tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return (
+        2
+        * layout.num_tensors
+        * page_tokens
+        * config.num_kv_heads
+        * config.head_dim
+        * dtype.itemsize
+    )
 
 
 def allocate_kv(
-    config: ModelConfig, layout: KvLayout, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    layout: KvLayout,
+    num_pages: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """The caches by layer: (k, v), each [P, C, G, D]. Layers of different groups share tensors.
 
-    Zeroed: a page that nobody wrote yet may be read under a mask, and must not hold NaN by accident.
+    Zeroed: a page that nobody wrote yet may be read under a mask, and must not hold NaN by
+    accident.
     """
     shape = (num_pages, page_tokens, config.num_kv_heads, config.head_dim)
     tensors = [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        (
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )
         for _ in range(layout.num_tensors)
     ]
     return tuple(tensors[i] for i in layout.tensor_of_layer)

@@ -1,10 +1,12 @@
 """`ModelRunner`: a scheduled batch in, sampled tokens out. Inputs, eager or graph, sample.
 
-A step is launched without waiting for the one before it: the tokens that a row needs from there stay on the device.
+A step is launched without waiting for the one before it: the tokens that a row needs from there
+stay on the device.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,13 +37,16 @@ from model_runner.models.decoder import Decoder
 from model_runner.request import TokenLogprobs
 from model_runner.scheduling.batch import ScheduledBatch
 
-BUFFERS = 3  # host buffers of one shape in turn: the step in flight may still be reading the last two
-ScoreSink = Callable[[int, int, Tensor], None]
+BUFFERS = (
+    3  # host buffers of one shape in turn: the step in flight may still be reading the last two
+)
+ScoreSink = Callable[[int, Tensor], None]  # (first position, logits [tokens, V])
 
 
 @dataclass
 class PendingStep:
-    """A launched step. `wait` gives one token per batch row that samples, in order, and their log-probabilities."""
+    """A launched step. `wait` gives one token per batch row that samples, in order, and their
+    log-probabilities."""
 
     batch: ScheduledBatch
     tokens: Tensor
@@ -60,7 +65,8 @@ class PendingStep:
 class ModelRunner:
     """Runs one model on one device.
 
-    caches  by layer, see ForwardContext;  lora  None when the engine has no slots;  masks  token masks by name
+    caches  by layer, see ForwardContext;  lora  None when the engine has no slots;  masks  token
+            masks by name
     """
 
     def __init__(
@@ -83,7 +89,9 @@ class ModelRunner:
         self._columns = -(-max_len // page_tokens)
         groups = len(layout.groups)
         self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
-        self._previous = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)  # tokens by row of the last step
+        self._previous = torch.zeros(
+            max_num_seqs + 1, dtype=torch.int64, device=device
+        )  # tokens by row of the last step
         self._ring: dict[StepShape, list[HostBuffer]] = {}
         self._last_buffer: HostBuffer | None = None
         self._step = 0
@@ -93,18 +101,22 @@ class ModelRunner:
         self._graphs = DecodeGraphs(padded_sizes(max_num_seqs)) if use_graphs else None
 
     def warm_up(self) -> None:
-        """Compile everything and capture every graph, so that no request pays for it. Does nothing on a CPU."""
+        """Compile everything and capture every graph, so that no request pays for it. Does nothing
+        on a CPU."""
         if self._graphs is not None:
             for size in self._graphs.sizes:
                 shape = self._decode_shape(size)
                 buffer = HostBuffer(shape, pinned=True)
-                self._graphs.capture(size, buffer, lambda views, shape=shape: self._decode_step(views, shape))
+                self._graphs.capture(size, buffer, partial(self._decode_step, shape=shape))
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch, scored: dict[int, ScoreSink] | None = None) -> PendingStep:
+    def launch(
+        self, batch: ScheduledBatch, scored: dict[int, ScoreSink] | None = None
+    ) -> PendingStep:
         """Queue one step on the device.
 
-        scored  batch row -> sink(row, first position, logits [tokens, V]): rows whose every position's logits are wanted
+        scored  batch row -> sink(row, first position, logits [tokens, V]): rows whose every
+                position's logits are wanted
         """
         self._step += 1
         sample_rows = tuple(s for s, row in enumerate(batch.samples) if row is not None)
@@ -119,7 +131,7 @@ class ModelRunner:
         else:
             logits, tokens = self._run_mixed(batch, sample_rows, scored or {})
             at = tuple(range(len(sample_rows)))
-        rows = [batch.samples[s] for s in sample_rows]
+        rows = [row for row in batch.samples if row is not None]
         logprobs = None
         if not is_plain(rows):
             drawn = self._sample_general(batch, sample_rows, logits[list(at)])
@@ -130,13 +142,14 @@ class ModelRunner:
         return PendingStep(batch, *self._read_back(tokens, at), logprobs, self._record())
 
     def distinct_experts(self) -> float:
-        """Mean over MoE layers and decode steps of the experts hit, since the last call; 0 if there were none."""
+        """Mean over MoE layers and decode steps of the experts hit, since the last call; 0 if there
+        were none."""
         steps, self._hit_steps = self._hit_steps, 0
         hits = int(self._hits.item())
         self._hits.zero_()
         return hits / (steps * self._moe_layers) if steps and self._moe_layers else 0.0
 
-    # ---- the three ways to run a step -------------------------------------------------------------------------------
+    # The three ways to run a step
 
     def _replay(self, batch: ScheduledBatch, size: int) -> tuple[Tensor, Tensor]:
         assert self._graphs is not None
@@ -169,21 +182,32 @@ class ModelRunner:
         shape = StepShape(len(counts), total, len(logit_rows), columns, len(self._layout.groups))
         buffer = self._host_buffer(shape)
         padding = [sample_rows[0] if sample_rows else 0] * (len(logit_rows) - len(sample_rows))
-        fill_mixed(buffer, self._tables, batch, self._page_tokens, columns, logit_rows, [*sample_rows, *padding])
+        fill_mixed(
+            buffer,
+            self._tables,
+            batch,
+            self._page_tokens,
+            columns,
+            logit_rows,
+            [*sample_rows, *padding],
+        )
         views = self._upload(buffer)
         ctx = self._context(views, max(counts), max_len)
         logits = self.model.forward(self._token_ids(views), ctx)  # [Z, V]
         n = len(sample_rows)
         at = n
         for s, sink in scored.items():
-            sink(s, batch.starts[s], logits[at : at + counts[s]])
+            sink(batch.starts[s], logits[at : at + counts[s]])
             at += counts[s]
         tokens = sample_plain(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [Z]
         self._previous[views["sample_rows"][:n]] = tokens
         return logits[:n], tokens
 
-    def _decode_step(self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0) -> tuple[Tensor, Tensor]:
-        """One decode step over device columns; what a graph captures. Gives logits [S, V] and tokens [S]."""
+    def _decode_step(
+        self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """One decode step over device columns; what a graph captures. Gives logits [S, V] and
+        tokens [S]."""
         hit: list[Tensor] = []
         ctx = self._context(views, 1, max_len or self._max_len, hit, decode=True)
         logits = self.model.forward(self._token_ids(views), ctx)  # [S, V]
@@ -193,11 +217,13 @@ class ModelRunner:
             self._count_experts(torch.stack(hit), views["num_rows"])
         return logits, tokens
 
-    # ---- pieces -----------------------------------------------------------------------------------------------------
+    # Pieces
 
     def _token_ids(self, views: dict[str, Tensor]) -> Tensor:
         sources = views["sources"]
-        return torch.where(sources >= 0, self._previous[sources.clamp(min=0)].clamp(min=0), views["token_ids"])  # [T]
+        return torch.where(
+            sources >= 0, self._previous[sources.clamp(min=0)].clamp(min=0), views["token_ids"]
+        )  # [T]
 
     def _context(
         self,
@@ -218,7 +244,9 @@ class ModelRunner:
             seq_lens=views["seq_lens"],
             slot_of_token=slots,
             logit_rows=views["logit_rows"],
-            groups=tuple(KvGroupContext(views[f"page_table{g}"], views[f"write_idx{g}"]) for g in groups),
+            groups=tuple(
+                KvGroupContext(views[f"page_table{g}"], views[f"write_idx{g}"]) for g in groups
+            ),
             group_of_layer=self._layout.group_of_layer,
             caches=self._caches,
             max_q=max_q,
@@ -236,7 +264,8 @@ class ModelRunner:
         return build_worklist(None, slots, 1, self._lora.num_slots, block_m)
 
     def _count_experts(self, ids: Tensor, num_rows: Tensor) -> None:
-        """Add the number of distinct experts of the real rows, over all layers. ids [N, T, K]; num_rows [1]"""
+        """Add the number of distinct experts of the real rows, over all layers. ids [N, T, K];
+        num_rows [1]"""
         layers, rows, _ = ids.shape
         experts = self.model.config.num_experts
         real = torch.arange(rows, device=ids.device)[:, None] < num_rows  # [T, 1]
@@ -244,7 +273,9 @@ class ModelRunner:
         seen = torch.zeros(layers, experts + 1, dtype=torch.int64, device=ids.device)  # [N, E + 1]
         self._hits += seen.scatter_(1, flat, 1)[:, :experts].sum()
 
-    def _sample_general(self, batch: ScheduledBatch, sample_rows: Sequence[int], logits: Tensor) -> Sampled:
+    def _sample_general(
+        self, batch: ScheduledBatch, sample_rows: Sequence[int], logits: Tensor
+    ) -> Sampled:
         rows = [row for row in batch.samples if row is not None]
         buffer = HostBuffer(StepShape(1, 1, len(rows), 1, 1), pinned=False)
         fill_sampling(buffer, batch, sample_rows)
@@ -279,7 +310,8 @@ class ModelRunner:
         return ring[-1]
 
     def _host_buffer(self, shape: StepShape) -> HostBuffer:
-        """A buffer for an eager step. On a CPU a step is over when launch returns, so the last one serves again."""
+        """A buffer for an eager step. On a CPU a step is over when launch returns, so the last one
+        serves again."""
         if self.device.type != "cpu":
             return HostBuffer(shape, pinned=True)
         if self._last_buffer is None or self._last_buffer.shape != shape:

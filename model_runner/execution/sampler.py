@@ -1,6 +1,8 @@
-"""Logits to tokens. A row's draw depends on its logits and on (seed, index, position) alone, never on its company.
+"""Logits to tokens. A row's draw depends on its logits and on (seed, index, position) alone, never
+on its company.
 
-The random number is made on the host by a hash and sent along as one float: the device inverts the cumulative distribution, so
+The random number is made on the host by a hash and sent along as one float: the device inverts the
+cumulative distribution, so
 there is no generator state, and a request repeated elsewhere draws the same tokens.
 """
 
@@ -14,15 +16,22 @@ from torch import Tensor
 from model_runner.request import TokenLogprobs
 from model_runner.scheduling.batch import SamplingRow
 
-NOT_FINITE = -1  # the token of a row whose logits hold NaN: the engine ends that request and no other
+NOT_FINITE = (
+    -1
+)  # the token of a row whose logits hold NaN: the engine ends that request and no other
 MASK_64 = (1 << 64) - 1
-GOLDEN, MIX_1, MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, MIX_1, MIX_2 = (
+    np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 TokenMask = Callable[[SamplingRow, int], Tensor]
 
 
-def draw_uniform(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """A number in (0, 1) from each (seed, index, position): splitmix64 over the three. [n] float32, [n] ints each
+def draw_uniform(
+    seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
+) -> np.ndarray:
+    """A number in (0, 1) from each (seed, index, position): splitmix64 over the three. [n] float32,
+    [n] ints each
 
     Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
@@ -39,7 +48,8 @@ def draw_uniform(seeds: Sequence[int], indices: Sequence[int], positions: Sequen
 def sample_plain(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """Greedy rows and rows with a temperature and nothing else; fit for a captured graph.
 
-    Shapes:  logits [Z, V]; temperature, uniform [Z] float32 (temperature 0 = greedy) -> [Z] int64, NOT_FINITE where logits hold NaN
+    Shapes:  logits [Z, V]; temperature, uniform [Z] float32 (temperature 0 = greedy) -> [Z] int64,
+             NOT_FINITE where logits hold NaN
     """
     logits = logits.float()  # [Z, V]
     best, greedy = logits.max(-1)  # [Z] twice; NaN wins a max
@@ -50,15 +60,21 @@ def sample_plain(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index of the first token at which the cumulative weight passes uniform * total. [Z, V], [Z] -> [Z] int64"""
+    """Index of the first token at which the cumulative weight passes uniform * total. [Z, V], [Z]
+    -> [Z] int64"""
     cumulative = weights.cumsum(-1)  # [Z, V]
     threshold = uniform[:, None] * cumulative[:, -1:]  # [Z, 1]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+    return (
+        torch.searchsorted(cumulative, threshold, right=True)
+        .squeeze(-1)
+        .clamp(max=weights.shape[-1] - 1)
+    )
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one step drew: tokens [Z] on the device, and for rows that asked, their log-probabilities (else None)."""
+    """What one step drew: tokens [Z] on the device, and for rows that asked, their
+    log-probabilities (else None)."""
 
     tokens: Tensor
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -67,7 +83,8 @@ class Sampled:
 def is_plain(rows: Sequence[SamplingRow]) -> bool:
     """Whether `sample_plain` serves all these rows."""
     return all(
-        r.top_p >= 1 and not r.top_k and not r.banned_ids and not r.mask and r.logprobs is None for r in rows
+        r.top_p >= 1 and not r.top_k and not r.banned_ids and not r.mask and r.logprobs is None
+        for r in rows
     )
 
 
@@ -79,7 +96,8 @@ def sample(
     masks: dict[str, TokenMask],
     positions: Sequence[int],
 ) -> Sampled:
-    """Every kind of row. Log-probabilities are of the model's distribution, before temperature, bans and masks.
+    """Every kind of row. Log-probabilities are of the model's distribution, before temperature,
+    bans and masks.
 
     Shapes:  logits [Z, V]; temperature, uniform [Z] float32, rows and positions of length Z.
     """
@@ -91,7 +109,9 @@ def sample(
             if row.banned_ids:
                 work[z, list(row.banned_ids)] = -torch.inf
             if row.mask:
-                work[z].masked_fill_(~masks[row.mask](row, positions[z]).to(work.device), -torch.inf)
+                work[z].masked_fill_(
+                    ~masks[row.mask](row, positions[z]).to(work.device), -torch.inf
+                )
     cut = [z for z, r in enumerate(rows) if r.temperature > 0 and (r.top_p < 1 or r.top_k)]
     if cut:
         work = work.clone() if work is raw else work
@@ -103,7 +123,8 @@ def sample(
 
 
 def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Cut each row to its top_k best tokens, then to the fewest of those that hold top_p of the tempered mass. [n, V] -> [n, V]"""
+    """Cut each row to its top_k best tokens, then to the fewest of those that hold top_p of the
+    tempered mass. [n, V] -> [n, V]"""
     device, vocab = logits.device, logits.shape[-1]
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)  # [n, V] twice
     top_k = torch.tensor([r.top_k or vocab for r in rows], device=device)[:, None]  # [n, 1]
@@ -114,7 +135,9 @@ def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     before = mass.cumsum(-1) - mass  # [n, V] mass of the better ones
     beyond |= before >= top_p * mass.sum(-1, keepdim=True)
     beyond[:, 0] = False
-    return torch.empty_like(logits).scatter_(1, ids, ordered.masked_fill(beyond, -torch.inf))  # [n, V]
+    return torch.empty_like(logits).scatter_(
+        1, ids, ordered.masked_fill(beyond, -torch.inf)
+    )  # [n, V]
 
 
 def _logprobs(
@@ -129,5 +152,7 @@ def _logprobs(
     found: list[TokenLogprobs | None] = [None] * len(rows)
     for i, z in enumerate(wanted):
         count = rows[z].logprobs or 0
-        found[z] = TokenLogprobs(chosen[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
+        found[z] = TokenLogprobs(
+            chosen[i], tuple(zip(ids[i][:count], values[i][:count], strict=True))
+        )
     return tuple(found)

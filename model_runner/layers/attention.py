@@ -1,4 +1,5 @@
-"""Attention over the paged cache: project, norm and rotate, write keys and values, attend, project back."""
+"""Attention over the paged cache: project, norm and rotate, write keys and values, attend, project
+back."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from model_runner.layers.linear import Linear
 class Attention:
     """One layer's attention with grouped heads.
 
-    qkv [ (Q + 2 G) D, H ];  out [H, Q D];  q_norm, k_norm [D] or None;  sinks [Q] or None;  window 0 = full
+    qkv [ (Q + 2 G) D, H ];  out [H, Q D];  q_norm, k_norm [D] or None;  sinks [Q] or None;  window
+    0 = full
     rope  [positions, D] float32, shared by all layers
     """
 

@@ -1,4 +1,5 @@
-"""`ForwardContext`: the device tensors of one step. An argument of every forward, never a global."""
+"""`ForwardContext`: the device tensors of one step. An argument of every forward, never a
+global."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from kernels.lora_tables import LoraTables, Worklist
 class KvGroupContext:
     """One KV group (full, or a window of W tokens) in one step.
 
-    page_table [S, M] int32, M = pages of the longest row;  write_idx [T] int64: page·C + offset, -1 = do not write.
+    page_table [S, M] int32, M = pages of the longest row;  write_idx [T] int64: page·C + offset, -1
+    = do not write.
     """
 
     page_table: Tensor
@@ -22,14 +24,20 @@ class KvGroupContext:
 class ForwardContext:
     """Everything of one step that layers read.
 
-    Shapes:  positions [T] int64;  cu_q [S + 1] int32: first query token of each row;  seq_lens [S] int32: keys of each row, this step's included;
-             slot_of_token [T] int32, -1 = base model;  logit_rows [Z] int64: tokens whose logits are wanted.
-    max_q       longest row's query tokens (1 = every row decodes); max_len  longest row's keys: launch sizes, host integers
-    caches      by layer: (k [P, C, G, D], v [P, C, G, D]);  group_of_layer  which of `groups` a layer writes to
-    slot_work   tokens grouped by adapter slot, for plain linears;  logit_slot_work  the same over logit_rows
+    Shapes:  positions [T] int64;  cu_q [S + 1] int32: first query token of each row;  seq_lens [S]
+             int32: keys of each row, this step's included;
+             slot_of_token [T] int32, -1 = base model;  logit_rows [Z] int64: tokens whose logits
+             are wanted.
+    max_q       longest row's query tokens (1 = every row decodes); max_len  longest row's keys:
+                launch sizes, host integers
+    caches      by layer: (k [P, C, G, D], v [P, C, G, D]);  group_of_layer  which of `groups` a
+                layer writes to
+    slot_work   tokens grouped by adapter slot, for plain linears;  logit_slot_work  the same over
+                logit_rows
     experts_hit  if a list, MoE layers append their chosen expert ids [T, K] to it (statistics)
     deterministic  LoRA products sum in a fixed order
-    lora        None only if the engine has no adapter slots at all: base and mixed batches run the same kernels
+    lora        None only if the engine has no adapter slots at all: base and mixed batches run the
+                same kernels
     """
 
     positions: Tensor

@@ -1,4 +1,5 @@
-"""A linear layer with room for LoRA deltas on slices of its output (q, k and v are one product with three deltas)."""
+"""A linear layer with room for LoRA deltas on slices of its output (q, k and v are one product with
+three deltas)."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ class Linear:
     """y = x W^T + b, plus each token's LoRA.
 
     Shapes:  weight [out, in];  bias [out] or None
-    slices   one (target, first row, end row) for each LoRA target that lies in this weight; target -1 cannot be adapted
+    slices   one (target, first row, end row) for each LoRA target that lies in this weight; target
+             -1 cannot be adapted
     """
 
     weight: Tensor
@@ -27,7 +29,8 @@ class Linear:
         return self.apply(x, ctx, ctx.slot_of_token, ctx.slot_work)
 
     def apply(self, x: Tensor, ctx: ForwardContext, slots: Tensor, work: Worklist | None) -> Tensor:
-        """The same for rows other than the step's tokens: `slots` [rows] and `work` belong to the rows of x."""
+        """The same for rows other than the step's tokens: `slots` [rows] and `work` belong to the
+        rows of x."""
         y = linear(x, self.weight, self.bias)  # [T, out]
         if ctx.lora is not None and self.slices:
             if len(self.slices) == 1:

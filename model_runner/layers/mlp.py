@@ -1,4 +1,5 @@
-"""The feed-forward half of a layer: dense, or a mixture of experts with each token's expert LoRA."""
+"""The feed-forward half of a layer: dense, or a mixture of experts with each token's expert
+LoRA."""
 
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class DenseMlp:
 class MoeMlp:
     """gate [E, H] chooses top_k experts a token; gate_up [E, 2I, H], down [E, H, I].
 
-    The base products never see an adapter: their worklist is by expert alone, with adapters or without.
+    The base products never see an adapter: their worklist is by expert alone, with adapters or
+    without.
     """
 
     gate: Linear

@@ -1,6 +1,7 @@
 """The table of rotary angles. The rotation itself is kernels.rope.
 
-Source: transformers' `ROPE_INIT_FUNCTIONS` for the meaning of each field; YaRN is arXiv 2309.00071; llama3 is Meta's Llama 3.1 reference.
+Source: transformers' `ROPE_INIT_FUNCTIONS` for the meaning of each field; YaRN is arXiv 2309.00071;
+        llama3 is Meta's Llama 3.1 reference.
 """
 
 import math
@@ -12,7 +13,12 @@ from torch import Tensor
 
 
 def rope_table(
-    theta: float, kind: str, fields: Mapping[str, Any], head_dim: int, num_positions: int, device: torch.device
+    theta: float,
+    kind: str,
+    fields: Mapping[str, Any],
+    head_dim: int,
+    num_positions: int,
+    device: torch.device,
 ) -> Tensor:
     """cos and sin of every position, attention scaling folded in.
 
@@ -26,7 +32,9 @@ def rope_table(
         inv_freq = _llama3(inv_freq, fields)
     elif kind == "yarn":
         inv_freq, scaling = _yarn(inv_freq, theta, head_dim, fields)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq  # [positions, D / 2]
+    angles = (
+        torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+    )  # [positions, D / 2]
     return (torch.cat([angles.cos(), angles.sin()], -1) * scaling).to(device)  # [positions, D]
 
 
@@ -38,7 +46,9 @@ def _llama3(inv_freq: Tensor, fields: Mapping[str, Any]) -> Tensor:
     return inv_freq / factor * (1 - smooth) + inv_freq * smooth  # [D / 2]
 
 
-def _yarn(inv_freq: Tensor, theta: float, head_dim: int, fields: Mapping[str, Any]) -> tuple[Tensor, float]:
+def _yarn(
+    inv_freq: Tensor, theta: float, head_dim: int, fields: Mapping[str, Any]
+) -> tuple[Tensor, float]:
     factor, old_len = float(fields["factor"]), float(fields["original_max_position_embeddings"])
     beta_fast, beta_slow = float(fields.get("beta_fast") or 32), float(fields.get("beta_slow") or 1)
     scaling = fields.get("attention_factor")

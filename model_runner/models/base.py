@@ -1,4 +1,5 @@
-"""What every model family shares: its description (`ModelConfig`), and how it reads weights (`WeightReader`).
+"""What every model family shares: its description (`ModelConfig`), and how it reads weights
+(`WeightReader`).
 
 Not here: the modules themselves (layers, decoder.py) and any one family's spelling of things.
 """
@@ -14,12 +15,14 @@ from torch import Tensor
 
 
 class ModelUnsupported(ValueError):
-    """The checkpoint asks for something that this project does not compute; the message names the field."""
+    """The checkpoint asks for something that this project does not compute; the message names the
+    field."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions. `kind` is default, linear, llama3 or yarn; `fields` are that kind's parameters as the config spells them."""
+    """Rotary positions. `kind` is default, linear, llama3 or yarn; `fields` are that kind's
+    parameters as the config spells them."""
 
     theta: float
     kind: str = "default"
@@ -32,7 +35,8 @@ class ModelConfig:
 
     windows            by layer: keys that a query sees, itself included; 0 = all
     experts_of_layer   by layer: number of experts, 0 = a dense MLP
-    qk_norm            RMS norm of each head of q and k;  sinks  one extra logit a head in the softmax
+    qk_norm            RMS norm of each head of q and k;  sinks  one extra logit a head in the
+                       softmax
     activation         as kernels.gated_act names it
     mxfp4              experts are stored as MXFP4 blocks and scales
     """
@@ -70,7 +74,8 @@ class ModelConfig:
 
 
 class WeightReader(Protocol):
-    """Where weights come from: a checkpoint or a seed. The same calls load both, so a family writes its name map once."""
+    """Where weights come from: a checkpoint or a seed. The same calls load both, so a family writes
+    its name map once."""
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor called `name`, on the engine's device; dtype None = the model's.
@@ -98,7 +103,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). Errors: ModelUnsupported for other kinds."""
+    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). Errors:
+    ModelUnsupported for other kinds."""
     fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or default_theta)
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
@@ -112,13 +118,16 @@ def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeCon
 def read_eos_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     """End-of-text ids of generation_config.json if it is there, else of config.json."""
     path = folder / "generation_config.json"
-    value = (read_json(path).get("eos_token_id") if path.exists() else None) or raw.get("eos_token_id")
+    value = (read_json(path).get("eos_token_id") if path.exists() else None) or raw.get(
+        "eos_token_id"
+    )
     ids = value if isinstance(value, list) else [value] if value is not None else []
     return tuple(int(i) for i in ids)
 
 
 def read_common(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of `ModelConfig` that every family spells alike. Errors: ModelUnsupported naming what is missing."""
+    """The fields of `ModelConfig` that every family spells alike. Errors: ModelUnsupported naming
+    what is missing."""
     try:
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         return dict(
@@ -144,4 +153,6 @@ def read_common(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def require(raw: Mapping[str, Any], name: str, *allowed: Any) -> None:
     """Refuse a config whose field `name` is set to something that would change the arithmetic."""
     if name in raw and raw[name] not in allowed and raw[name] is not None:
-        raise ModelUnsupported(f"config.json: {name} = {raw[name]!r} is not supported (only {allowed})")
+        raise ModelUnsupported(
+            f"config.json: {name} = {raw[name]!r} is not supported (only {allowed})"
+        )

@@ -1,6 +1,7 @@
 """The decoder that every family here is: embedding, layers of attention and MLP, norm, head.
 
-A family says what it is made of (`ModelConfig`) and how its checkpoint spells it (`NameMap`); this file builds and runs it.
+A family says what it is made of (`ModelConfig`) and how its checkpoint spells it (`NameMap`); this
+file builds and runs it.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,14 @@ from model_runner.models.base import ModelConfig, WeightReader
 
 @dataclass(frozen=True)
 class NameMap:
-    """How a family's checkpoint and its adapters spell the parts of a MoE layer. The rest is spelled alike everywhere.
+    """How a family's checkpoint and its adapters spell the parts of a MoE layer. The rest is
+    spelled alike everywhere.
 
     gate          the router, below `model.layers.N.`
     gate_up_parts, down_parts   one expert's linears in per-expert files, canonical order
     interleaved, weight_is_in_out   see LoraTarget
-    read_gate_up, read_down     (reader, prefix of the layer, config) -> expert weights in canonical rows [E, out, in]
+    read_gate_up, read_down     (reader, prefix of the layer, config) -> expert weights in canonical
+                                rows [E, out, in]
     """
 
     gate: str
@@ -42,7 +45,8 @@ class NameMap:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A norm, attention, another norm, an MLP (dense or MoE); the residual runs past both halves."""
+    """A norm, attention, another norm, an MLP (dense or MoE); the residual runs past both
+    halves."""
 
     input_norm: RmsNorm
     post_norm: RmsNorm
@@ -56,7 +60,9 @@ class Decoder:
     `lora_targets` is the tuple whose order is the arena's; a layer keeps indices into it.
     """
 
-    def __init__(self, config: ModelConfig, names: NameMap | None, reader: WeightReader, max_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, names: NameMap | None, reader: WeightReader, max_len: int
+    ) -> None:
         self.config, self.names = config, names
         self.lora_targets = list_lora_targets(config, names)
         self._index = {t.name: i for i, t in enumerate(self.lora_targets)}
@@ -64,10 +70,16 @@ class Decoder:
         embed = reader.read("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))  # [V, H]
         self.embedding = Embedding(embed, self._index["model.embed_tokens"])
         rope = c.rope
-        self._rope = rope_table(rope.theta, rope.kind, rope.fields, c.head_dim, max_len, embed.device)
+        self._rope = rope_table(
+            rope.theta, rope.kind, rope.fields, c.head_dim, max_len, embed.device
+        )
         self.layers = [self._load_layer(reader, n) for n in range(c.num_layers)]
         self.norm = self._load_norm(reader, "model.norm")
-        head = embed if c.tied_embeddings else reader.read("lm_head.weight", (c.vocab_size, c.hidden_size))
+        head = (
+            embed
+            if c.tied_embeddings
+            else reader.read("lm_head.weight", (c.vocab_size, c.hidden_size))
+        )
         self.head = Linear(head, None, ((self._index["lm_head"], 0, c.vocab_size),))
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -81,7 +93,9 @@ class Decoder:
             last = n + 1 == len(self.layers)
             x = (self.norm if last else self.layers[n + 1].input_norm).add(x, residual)
         x = x[ctx.logit_rows]  # [Z, H]
-        return self.head.apply(x, ctx, ctx.slot_of_token[ctx.logit_rows], ctx.logit_slot_work)  # [Z, V]
+        return self.head.apply(
+            x, ctx, ctx.slot_of_token[ctx.logit_rows], ctx.logit_slot_work
+        )  # [Z, V]
 
     def _load_layer(self, reader: WeightReader, n: int) -> DecoderLayer:
         p, c = f"model.layers.{n}.", self.config
@@ -93,12 +107,16 @@ class Decoder:
         )
 
     def _load_norm(self, reader: WeightReader, name: str) -> RmsNorm:
-        return RmsNorm(reader.read(f"{name}.weight", (self.config.hidden_size,)), self.config.rms_eps)
+        return RmsNorm(
+            reader.read(f"{name}.weight", (self.config.hidden_size,)), self.config.rms_eps
+        )
 
     def _load_attention(self, reader: WeightReader, n: int) -> Attention:
         p, c = f"model.layers.{n}.self_attn.", self.config
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        norm = [reader.read(p + f"{x}_norm.weight", (c.head_dim,)) if c.qk_norm else None for x in "qk"]
+        norm = [
+            reader.read(p + f"{x}_norm.weight", (c.head_dim,)) if c.qk_norm else None for x in "qk"
+        ]
         sinks = reader.read(p + "sinks", (c.num_heads,)) if c.sinks else None
         return Attention(
             layer=n,
@@ -106,7 +124,11 @@ class Decoder:
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             qkv=self._load_linear(
-                reader, p, (("q_proj", q), ("k_proj", kv), ("v_proj", kv)), c.hidden_size, c.attention_bias
+                reader,
+                p,
+                (("q_proj", q), ("k_proj", kv), ("v_proj", kv)),
+                c.hidden_size,
+                c.attention_bias,
             ),
             out=self._load_linear(reader, p, (("o_proj", c.hidden_size),), q, c.output_bias),
             rope=self._rope,
@@ -121,7 +143,9 @@ class Decoder:
         c, p = self.config, p + "mlp."
         inner = c.intermediate_size
         return DenseMlp(
-            self._load_linear(reader, p, (("gate_proj", inner), ("up_proj", inner)), c.hidden_size, False),
+            self._load_linear(
+                reader, p, (("gate_proj", inner), ("up_proj", inner)), c.hidden_size, False
+            ),
             self._load_linear(reader, p, (("down_proj", c.hidden_size),), inner, False),
             c.activation,
         )
@@ -130,7 +154,9 @@ class Decoder:
         c, names = self.config, self.names
         assert names is not None
         return MoeMlp(
-            gate=self._load_linear(reader, p, ((names.gate, c.num_experts),), c.hidden_size, c.gate_bias),
+            gate=self._load_linear(
+                reader, p, ((names.gate, c.num_experts),), c.hidden_size, c.gate_bias
+            ),
             gate_up=names.read_gate_up(reader, p, c),
             down=names.read_down(reader, p, c),
             num_experts=c.num_experts,
@@ -142,7 +168,12 @@ class Decoder:
         )
 
     def _load_linear(
-        self, reader: WeightReader, prefix: str, parts: tuple[tuple[str, int], ...], in_features: int, bias: bool
+        self,
+        reader: WeightReader,
+        prefix: str,
+        parts: tuple[tuple[str, int], ...],
+        in_features: int,
+        bias: bool,
     ) -> Linear:
         """Linears that share an input, as one product; each keeps its own LoRA target."""
         weights, biases, slices, row = [], [], [], 0
@@ -157,13 +188,18 @@ class Decoder:
 
 
 def list_lora_targets(config: ModelConfig, names: NameMap | None) -> tuple[LoraTarget, ...]:
-    """Every weight of the model that an adapter may change, in the arena's order: the embedding, layer by layer, the head."""
+    """Every weight of the model that an adapter may change, in the arena's order: the embedding,
+    layer by layer, the head."""
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     targets = [LoraTarget("model.embed_tokens", c.vocab_size, c.hidden_size, "embedding")]
     for n in range(c.num_layers):
         p = f"model.layers.{n}."
-        attention = (("q_proj", c.hidden_size, q), ("k_proj", c.hidden_size, kv), ("v_proj", c.hidden_size, kv))
+        attention = (
+            ("q_proj", c.hidden_size, q),
+            ("k_proj", c.hidden_size, kv),
+            ("v_proj", c.hidden_size, kv),
+        )
         for name, fan_in, fan_out in (*attention, ("o_proj", q, c.hidden_size)):
             targets.append(LoraTarget(f"{p}self_attn.{name}", fan_in, fan_out))
         if not c.experts_of_layer[n]:

@@ -1,6 +1,8 @@
-"""GPT-OSS: attention sinks, alternating windows, YaRN, clamped SwiGLU, biases everywhere, MXFP4 experts.
+"""GPT-OSS: attention sinks, alternating windows, YaRN, clamped SwiGLU, biases everywhere, MXFP4
+experts.
 
-The checkpoint interleaves gate and up (g0, u0, g1, u1); rows are put gate first, then up, once at load.
+The checkpoint interleaves gate and up (g0, u0, g1, u1); rows are put gate first, then up, once at
+load.
 """
 
 from pathlib import Path
@@ -10,7 +12,13 @@ import torch
 from torch import Tensor
 
 from kernels.fused_moe import ExpertWeights
-from model_runner.models.base import ModelConfig, ModelUnsupported, WeightReader, read_common, require
+from model_runner.models.base import (
+    ModelConfig,
+    ModelUnsupported,
+    WeightReader,
+    read_common,
+    require,
+)
 from model_runner.models.decoder import Decoder, NameMap
 
 MXFP4_GROUP = 32
@@ -30,7 +38,9 @@ class GptOss(Decoder):
         require(raw, "swiglu_alpha", 1.702)
         quantization = raw.get("quantization_config") or {}
         if quantization and quantization.get("quant_method") != "mxfp4":
-            raise ModelUnsupported(f"quant_method {quantization.get('quant_method')!r} is not supported")
+            raise ModelUnsupported(
+                f"quant_method {quantization.get('quant_method')!r} is not supported"
+            )
         common = read_common(raw, folder)
         layers = common["num_layers"]
         kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * layers
@@ -55,20 +65,26 @@ def _gate_then_up(x: Tensor) -> Tensor:
     return torch.cat([x[:, 0::2], x[:, 1::2]], 1).contiguous()
 
 
-def _read(reader: WeightReader, name: str, rows: int, cols: int, config: ModelConfig) -> ExpertWeights:
+def _read(
+    reader: WeightReader, name: str, rows: int, cols: int, config: ModelConfig
+) -> ExpertWeights:
     experts = config.num_experts
     bias = reader.read(name + "_bias", (experts, rows))  # [E, out]
     if config.mxfp4:
         shape = (experts, rows, cols // MXFP4_GROUP)
         blocks = reader.read(name + "_blocks", (*shape, MXFP4_GROUP // 2), torch.uint8)
         scales = reader.read(name + "_scales", shape, torch.uint8)  # [E, out, in / 32]
-        return ExpertWeights(blocks=blocks.reshape(experts, rows, cols // 2), scales=scales, bias=bias)
+        return ExpertWeights(
+            blocks=blocks.reshape(experts, rows, cols // 2), scales=scales, bias=bias
+        )
     weight = reader.read(name, (experts, cols, rows))  # [E, in, out]
     return ExpertWeights(weight=weight.transpose(1, 2).contiguous(), bias=bias)
 
 
 def _read_gate_up(reader: WeightReader, p: str, c: ModelConfig) -> ExpertWeights:
-    w = _read(reader, p + "mlp.experts.gate_up_proj", 2 * c.expert_intermediate_size, c.hidden_size, c)
+    w = _read(
+        reader, p + "mlp.experts.gate_up_proj", 2 * c.expert_intermediate_size, c.hidden_size, c
+    )
     parts = {k: getattr(w, k) for k in ("weight", "blocks", "scales", "bias")}
     return ExpertWeights(**{k: None if x is None else _gate_then_up(x) for k, x in parts.items()})
 

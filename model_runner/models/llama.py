@@ -35,4 +35,6 @@ class Qwen3(Llama):
         require(raw, "use_sliding_window", False)
         common = read_common(raw, folder)
         layers = common["num_layers"]
-        return ModelConfig(**common, windows=(0,) * layers, experts_of_layer=(0,) * layers, qk_norm=True)
+        return ModelConfig(
+            **common, windows=(0,) * layers, experts_of_layer=(0,) * layers, qk_norm=True
+        )

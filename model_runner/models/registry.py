@@ -1,9 +1,12 @@
-"""Architecture string of config.json -> the family that loads it. One line a family; imported when asked for."""
+"""Architecture string of config.json -> the family that loads it. One line a family; imported when
+asked for."""
 
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from model_runner.models.base import ModelUnsupported
+from model_runner.models.base import ModelConfig, ModelUnsupported, WeightReader
+from model_runner.models.decoder import Decoder
 
 FAMILIES = {
     "GptOssForCausalLM": "model_runner.models.gpt_oss:GptOss",
@@ -13,10 +16,25 @@ FAMILIES = {
 }
 
 
-def find_family(architectures: list[str]) -> Any:
-    """The class for the first known architecture. Errors: ModelUnsupported naming what the checkpoint asks for."""
+class Family(Protocol):
+    """A model class: how it reads its config, and how it is built."""
+
+    @staticmethod
+    def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
+        """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        ...
+
+    def __call__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> Decoder:
+        """The loaded model; max_len positions at most."""
+        ...
+
+
+def find_family(architectures: list[str]) -> Family:
+    """The class for the first known architecture. Errors: ModelUnsupported naming what the
+    checkpoint asks for."""
     for name in architectures:
         if name in FAMILIES:
             module, _, attribute = FAMILIES[name].partition(":")
-            return getattr(import_module(module), attribute)
+            family: Family = getattr(import_module(module), attribute)
+            return family
     raise ModelUnsupported(f"architectures {architectures} are none of {sorted(FAMILIES)}")

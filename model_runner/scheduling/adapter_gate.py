@@ -4,7 +4,7 @@ It knows slots only through `SlotGate`. Loading, eviction and the memory itself 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from adapter_store.ref import AdapterRef
 from model_runner.scheduling.sequence import Sequence, SlotLease
@@ -21,8 +21,8 @@ class SlotGate(Protocol):
     def acquire(self, ref: AdapterRef) -> SlotLease | None:
         """A lease if the adapter is in a slot; None: not yet (asking makes the store bring it)."""
 
-    def release(self, lease: SlotLease) -> None:
-        """Give a lease back: no launched step names it any more."""
+    def release(self, lease: Any, /) -> None:
+        """Give one of its own leases back: no launched step names it any more."""
 
     def error_of(self, ref: AdapterRef) -> Exception | None:
         """Why the adapter will never come, or None."""

@@ -1,8 +1,10 @@
-"""The demo on a CPU beside transformers' `generate`, in one run: 128-token prompts, 128 tokens out, one thread, greedy, fp32.
+"""The demo on a CPU beside transformers' `generate`, in one run: 128-token prompts, 128 tokens out,
+one thread, greedy, fp32.
 
     python tests/bench/cpu_demo.py [--rounds 5]
 
-Prints medians of the rounds, which alternate between the two; wall time, and CPU time for machines that others use too.
+Prints medians of the rounds, which alternate between the two; wall time, and CPU time for machines
+that others use too.
 """
 
 import argparse
@@ -49,12 +51,19 @@ def main() -> None:
         with torch.inference_mode():
             ids = prompts[:1]
             out = theirs.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                min_new_tokens=TOKENS,
+                do_sample=False,
             )
         assert out.shape[1] == 2 * TOKENS
 
     def generate_ours(streams: int) -> None:
-        requests = [Request(f"r{i}", tuple(ids), sampling) for i, ids in enumerate(prompts[:streams].tolist())]
+        requests = [
+            Request(f"r{i}", tuple(ids), sampling)
+            for i, ids in enumerate(prompts[:streams].tolist())
+        ]
         assert all(len(c.token_ids) == TOKENS for c in engine.generate(requests))
 
     runs = {

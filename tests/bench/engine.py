@@ -1,9 +1,12 @@
-"""The engine's table: a full-size random model and random adapters, driven over pipes by closed loops of clients.
+"""The engine's table: a full-size random model and random adapters, driven over pipes by closed
+loops of clients.
 
     python tests/bench/engine.py [--shape gpt-oss-20b] [--concurrency 1,8,16,32] [--adapters 8] ...
 
-Writes tests/bench/results/engine.csv (one row a concurrency, base and with adapters) and prints it. Needs a GPU for the full shapes;
-`--model DIR --vocab N` drives any checkpoint, a tiny one on a CPU too. Not a test: it asserts only that every request came back whole.
+Writes tests/bench/results/engine.csv (one row a concurrency, base and with adapters) and prints it.
+Needs a GPU for the full shapes;
+`--model DIR --vocab N` drives any checkpoint, a tiny one on a CPU too. Not a test: it asserts only
+that every request came back whole.
 """
 
 import argparse
@@ -29,10 +32,13 @@ RESULTS = Path(__file__).parent / "results" / "engine.csv"
 
 
 class Client:
-    """A serve-stdio child. `ask` sends a request and blocks until its last token; times are this process's."""
+    """A serve-stdio child. `ask` sends a request and blocks until its last token; times are this
+    process's."""
 
     def __init__(self, command: list[str]) -> None:
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         self._waiting: dict[str, dict[str, Any]] = {}
         self._lock, self._stats, self._got_stats = threading.Lock(), {}, threading.Event()
         self.ready: dict[str, Any] = {}
@@ -49,7 +55,13 @@ class Client:
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, whole."""
-        entry = {"sent": time.perf_counter(), "first": None, "ids": [], "error": None, "done": threading.Event()}
+        entry = {
+            "sent": time.perf_counter(),
+            "first": None,
+            "ids": [],
+            "error": None,
+            "done": threading.Event(),
+        }
         with self._lock:
             self._waiting[request["id"]] = entry
             self._send(request)
@@ -97,15 +109,23 @@ class Client:
                     entry["done"].set()
 
 
-def run_closed_loop(client: Client, args: argparse.Namespace, names: list[str | None], clients: int) -> dict[str, Any]:
-    """One table row: `clients` clients, each asking again as soon as it was answered; half greedy, half at temperature 1."""
-    rng, total = random.Random(args.seed * 1000 + clients), max(4, (3 if clients < 16 else 2) * clients)
+def run_closed_loop(
+    client: Client, args: argparse.Namespace, names: list[str | None], clients: int
+) -> dict[str, Any]:
+    """One table row: `clients` clients, each asking again as soon as it was answered; half greedy,
+    half at temperature 1."""
+    rng, total = (
+        random.Random(args.seed * 1000 + clients),
+        max(4, (3 if clients < 16 else 2) * clients),
+    )
     requests = iter(
         [
             {
                 "id": f"{clients}-{k}-{names[k % len(names)]}",
                 "adapter": names[k % len(names)],
-                "input_ids": [rng.randrange(args.vocab // 8, args.vocab - 2) for _ in range(args.tokens_in)],
+                "input_ids": [
+                    rng.randrange(args.vocab // 8, args.vocab - 2) for _ in range(args.tokens_in)
+                ],
                 "max_tokens": args.tokens_out,
                 "temperature": float(k % 2),
                 "seed": k,
@@ -153,11 +173,14 @@ def run_closed_loop(client: Client, args: argparse.Namespace, names: list[str | 
 
 
 def describe_run() -> dict[str, Any]:
-    """Where and of what the numbers are: GPU, torch, commit and whether the tree had changes, UTC time."""
+    """Where and of what the numbers are: GPU, torch, commit and whether the tree had changes, UTC
+    time."""
     import torch
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -181,15 +204,22 @@ def main() -> None:
     parser.add_argument("--tokens-out", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, default=0, help="cut the shape to so many layers")
-    parser.add_argument("--work", default="", help="folder for the adapters; default: a temporary one")
-    parser.add_argument("--config", default="{}", help="JSON fields of EngineConfig over the benchmark's own")
+    parser.add_argument(
+        "--work", default="", help="folder for the adapters; default: a temporary one"
+    )
+    parser.add_argument(
+        "--config", default="{}", help="JSON fields of EngineConfig over the benchmark's own"
+    )
     parser.add_argument("--base-too", action="store_true", help="run the base model's rows as well")
     parser.add_argument("--out", default=str(RESULTS))
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     config = dict(shape.config)
     if args.layers:
-        config |= {"num_hidden_layers": args.layers, "layer_types": config["layer_types"][: args.layers]}
+        config |= {
+            "num_hidden_layers": args.layers,
+            "layer_types": config["layer_types"][: args.layers],
+        }
     clients = [int(c) for c in args.concurrency.split(",")]
     with tempfile.TemporaryDirectory(dir=args.work or None) as folder:
         work = Path(folder)
@@ -232,7 +262,10 @@ def main() -> None:
                 rows.append(run_closed_loop(client, args, kind, count))
                 print(rows[-1], flush=True)
         client.quit()
-    about = {"shape": args.model or args.shape + (f"/{args.layers} layers" if args.layers else ""), "rank": args.rank}
+    about = {
+        "shape": args.model or args.shape + (f"/{args.layers} layers" if args.layers else ""),
+        "rank": args.rank,
+    }
     write_rows(Path(args.out), [{**about, **row, **describe_run()} for row in rows])
 
 

@@ -1,8 +1,11 @@
-"""Where a decode step's time goes, kernel by kernel: the engine in this process, under torch's profiler. Needs a GPU.
+"""Where a decode step's time goes, kernel by kernel: the engine in this process, under torch's
+profiler. Needs a GPU.
 
-    python tests/bench/profile_step.py [--shape gpt-oss-20b] [--concurrency 1,8,32] [--adapters 8] [--steps 20]
+    python tests/bench/profile_step.py [--shape gpt-oss-20b] [--concurrency 1,8,32] [--adapters 8]
+    [--steps 20]
 
-Prints for each concurrency the kernels by time a step, their launches, and the wall time of a step without the profiler.
+Prints for each concurrency the kernels by time a step, their launches, and the wall time of a step
+without the profiler.
 """
 
 import argparse
@@ -24,13 +27,17 @@ from model_runner.request import Request, SamplingParams  # noqa: E402
 from tests.bench.shapes import SHAPES, write_gpt_oss_adapter, write_model  # noqa: E402
 
 
-def fill(engine: Engine, count: int, refs: list[AdapterRef | None], args: argparse.Namespace) -> None:
+def fill(
+    engine: Engine, count: int, refs: list[AdapterRef | None], args: argparse.Namespace
+) -> None:
     """Submit `count` long requests and step until all of them decode."""
     sampling = SamplingParams(temperature=0.0, max_tokens=4 * args.steps + 64, ignore_eos=True)
     generator = torch.Generator().manual_seed(count)
     for i in range(count):
         ids = torch.randint(1000, 100_000, (args.tokens_in,), generator=generator).tolist()
-        engine.submit(Request(f"p{count}-{i}-{bool(refs[0])}", tuple(ids), sampling, refs[i % len(refs)]))
+        engine.submit(
+            Request(f"p{count}-{i}-{bool(refs[0])}", tuple(ids), sampling, refs[i % len(refs)])
+        )
     started = 0
     while started < count:
         started += len({o.request_id for o in engine.step() if o.num_output_tokens == 1})
@@ -73,15 +80,27 @@ def main() -> None:
     args = parser.parse_args()
     config = dict(SHAPES[args.shape].config)
     if args.layers:
-        config |= {"num_hidden_layers": args.layers, "layer_types": config["layer_types"][: args.layers]}
+        config |= {
+            "num_hidden_layers": args.layers,
+            "layer_types": config["layer_types"][: args.layers],
+        }
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_model(work / "model", config)
         refs = [AdapterRef(f"a{i}", str(work / f"a{i}")) for i in range(args.adapters)]
         for i, ref in enumerate(refs):
             write_gpt_oss_adapter(Path(ref.uri), config, args.rank, 100 + i, "cuda")
-        settings = {"max_num_seqs": 32, "max_model_len": args.tokens_in + 1024, "max_lora_rank": args.rank}
-        settings |= {"load_format": "random:7", "prefix_cache": False, "host_cache_dir": str(work / "host"), "host_cache_bytes": 24 << 30}
+        settings = {
+            "max_num_seqs": 32,
+            "max_model_len": args.tokens_in + 1024,
+            "max_lora_rank": args.rank,
+        }
+        settings |= {
+            "load_format": "random:7",
+            "prefix_cache": False,
+            "host_cache_dir": str(work / "host"),
+            "host_cache_bytes": 24 << 30,
+        }
         engine = Engine(EngineConfig(str(work / "model"), **(settings | json.loads(args.config))))
         engine.load_adapters(refs)
         for count in map(int, args.concurrency.split(",")):
@@ -90,7 +109,10 @@ def main() -> None:
                 wall, spent, launches = measure(engine, args.steps)
                 total, number = sum(spent.values()) / 1e3, sum(launches.values())
                 label = "adapters" if kind[0] else "base"
-                print(f"== c={count} {label}: {wall:.2f} ms a step, {total:.2f} ms of kernels, {number:.0f} launches")
+                print(
+                    f"== c={count} {label}: {wall:.2f} ms a step, {total:.2f} ms of kernels,"
+                    f" {number:.0f} launches"
+                )
                 for name, us in spent.most_common(args.top):
                     print(f"  {us:8.1f} us  {launches[name]:6.1f} x  {name[:110]}")
                 while engine.has_work:

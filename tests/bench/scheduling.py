@@ -1,6 +1,8 @@
-"""Host time of a decode step of 32 sequences, 8 adapters, 2 finishing and 2 entering: scheduling and building inputs.
+"""Host time of a decode step of 32 sequences, 8 adapters, 2 finishing and 2 entering: scheduling
+and building inputs.
 
-`python -m tests.bench.scheduling` prints microseconds of `schedule`, of filling the step's host buffer, and of `commit`.
+`python -m tests.bench.scheduling` prints microseconds of `schedule`, of filling the step's host
+buffer, and of `commit`.
 No device is involved: the copy to it is not counted.
 """
 
@@ -55,7 +57,9 @@ def measure(
     times: dict[str, list[float]] = {"schedule": [], "inputs": [], "commit": []}
     columns = MAX_LEN // PAGE_TOKENS
     tables = PageTables(len(windows), 2 * NUM_SEQS, columns)
-    decode_buffer = HostBuffer(StepShape(NUM_SEQS, NUM_SEQS, NUM_SEQS, columns, len(windows)), pinned=False)
+    decode_buffer = HostBuffer(
+        StepShape(NUM_SEQS, NUM_SEQS, NUM_SEQS, columns, len(windows)), pinned=False
+    )
     num_added, pending = 0, None
     life = NUM_SEQS // FINISHING
     clock = time.thread_time if cpu_time else time.perf_counter
@@ -107,11 +111,21 @@ def measure(
 
 def fill_prefill(tables: PageTables, batch: ScheduledBatch) -> None:
     """Inputs of a step with prompt chunks, as the runner builds them: a fresh buffer, unpadded."""
-    used = -(-max(s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)) // PAGE_TOKENS)
+    used = -(
+        -max(s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)) // PAGE_TOKENS
+    )
     rows = [s for s, row in enumerate(batch.samples) if row is not None]
     ends = list(itertools.accumulate(batch.num_tokens))
     shape = StepShape(len(batch.seq_ids), ends[-1], len(rows), used, len(batch.pages))
-    fill_mixed(HostBuffer(shape, pinned=False), tables, batch, PAGE_TOKENS, used, [ends[s] - 1 for s in rows], rows)
+    fill_mixed(
+        HostBuffer(shape, pinned=False),
+        tables,
+        batch,
+        PAGE_TOKENS,
+        used,
+        [ends[s] - 1 for s in rows],
+        rows,
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Full-size model shapes for benchmarks, and random PEFT adapters for them. No weights: `load_format: random:SEED` makes those."""
+"""Full-size model shapes for benchmarks, and random PEFT adapters for them. No weights:
+`load_format: random:SEED` makes those."""
 
 import json
 from dataclasses import dataclass
@@ -61,26 +62,43 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_gpt_oss_adapter(folder: Path, config: dict[str, Any], lora_rank: int, seed: int, device: str) -> None:
-    """A random adapter as PEFT 0.21 on transformers 5 lays it out: q, k, v, o and both expert parameters of every layer, bf16.
+def write_gpt_oss_adapter(
+    folder: Path, config: dict[str, Any], lora_rank: int, seed: int, device: str
+) -> None:
+    """A random adapter as PEFT 0.21 on transformers 5 lays it out: q, k, v, o and both expert
+    parameters of every layer, bf16.
 
-    A is normal(0, 1/sqrt(in)), B normal(0, 0.03), alpha = rank: each delta is near a sixth of the base's output, enough for greedy
+    A is normal(0, 1/sqrt(in)), B normal(0, 0.03), alpha = rank: each delta is near a sixth of the
+    base's output, enough for greedy
     tokens to differ from one adapter to the next.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    hidden, inner, experts = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_local_experts"],
+    )
     q, kv = (config[n] * config["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
     tensors: dict[str, torch.Tensor] = {}
 
     def pair(name: str, fan_in: int, fan_out: int, copies: int) -> None:
-        a = torch.empty(lora_rank * copies, fan_in, device=device).normal_(0, fan_in**-0.5, generator=generator)
-        b = torch.empty(fan_out, lora_rank * copies, device=device).normal_(0, 0.03, generator=generator)
+        a = torch.empty(lora_rank * copies, fan_in, device=device).normal_(
+            0, fan_in**-0.5, generator=generator
+        )
+        b = torch.empty(fan_out, lora_rank * copies, device=device).normal_(
+            0, 0.03, generator=generator
+        )
         tensors[f"{name}.lora_A.weight"] = a.to(torch.bfloat16).cpu()  # [r E, in]
         tensors[f"{name}.lora_B.weight"] = b.to(torch.bfloat16).cpu()  # [out, r E]
 
     for n in range(config["num_hidden_layers"]):
         p = f"base_model.model.model.layers.{n}."
-        for name, fan_in, fan_out in (("q", hidden, q), ("k", hidden, kv), ("v", hidden, kv), ("o", q, hidden)):
+        for name, fan_in, fan_out in (
+            ("q", hidden, q),
+            ("k", hidden, kv),
+            ("v", hidden, kv),
+            ("o", q, hidden),
+        ):
             pair(f"{p}self_attn.{name}_proj", fan_in, fan_out, 1)
         pair(f"{p}mlp.experts.base_layer", hidden, 2 * inner, experts)
         pair(f"{p}mlp.experts", inner, hidden, experts)

@@ -174,7 +174,8 @@ def test_gpu_kernel_is_within_the_bound(op: Op, case: Case) -> None:
 
     Half a rounding step of the output's dtype at its largest value is always allowed: an output
     that is exact but for its own rounding is off by so much, and the reference may be lucky.
-    A float32 output has no wider truth beside it: exp, sum and quotient may round by two steps each.
+    A float32 output has no wider truth beside it: exp, sum and quotient may round by two steps
+    each.
     """
     inputs = case.make("cuda", torch.bfloat16, 5)
     truth = outputs_of(op, op.reference, copy_of(inputs, torch.float32))

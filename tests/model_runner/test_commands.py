@@ -1,4 +1,5 @@
-"""Both commands from outside, over pipes, on the demo: several requests in flight, scores that agree with what was generated."""
+"""Both commands from outside, over pipes, on the demo: several requests in flight, scores that
+agree with what was generated."""
 
 import json
 import random
@@ -21,8 +22,18 @@ class Stdio:
     """A serve-stdio child; `lines` gathers what it says by request id."""
 
     def __init__(self, *options: str) -> None:
-        words = [*COMMAND, "serve-stdio", "--model", str(BASE_DIR), "--adapters", ADAPTERS, *options]
-        self.child = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = [
+            *COMMAND,
+            "serve-stdio",
+            "--model",
+            str(BASE_DIR),
+            "--adapters",
+            ADAPTERS,
+            *options,
+        ]
+        self.child = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.by_id: dict = {}
         self.stats: list[dict] = []
         self.changed = threading.Condition()
@@ -84,25 +95,55 @@ def test_requests_in_flight_stream_and_are_scored_as_drawn(stdio, tmp_path):
     assert stdio.ready["ready"] is True
     for name in asked:
         assert len(stdio.ids(name)) == 24 and len(stdio.by_id[name]) >= 24
-        assert stdio.by_id[name][-1]["finish_reason"] == "length" and stdio.by_id[name][-1]["error"] is None
+        assert (
+            stdio.by_id[name][-1]["finish_reason"] == "length"
+            and stdio.by_id[name][-1]["error"] is None
+        )
     stdio.send({"cmd": "stats"})
     stdio.wait(lambda: len(stdio.stats) == 2)
     assert 2 <= stdio.stats[1]["distinct_experts"] <= 8 and stdio.stats[1]["compiles"] == 0
 
     greedy = [m for m in asked.values() if m["temperature"] == 0]
     jobs = [
-        {"id": f"{m['id']}.{kind}", "adapter": adapter, "input_ids": m["input_ids"] + stdio.ids(m["id"]), "score_from": len(m["input_ids"]) - 1}
+        {
+            "id": f"{m['id']}.{kind}",
+            "adapter": adapter,
+            "input_ids": m["input_ids"] + stdio.ids(m["id"]),
+            "score_from": len(m["input_ids"]) - 1,
+        }
         for m in greedy
-        for kind, adapter in (("own", m["adapter"]), ("other", "pirate" if m["adapter"] != "pirate" else None))
+        for kind, adapter in (
+            ("own", m["adapter"]),
+            ("other", "pirate" if m["adapter"] != "pirate" else None),
+        )
     ]
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(j) + "\n" for j in jobs))
-    words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--adapters", ADAPTERS, "--kernels", "reference"]
-    subprocess.run([*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")], cwd=ROOT, check=True)
+    words = [
+        *COMMAND,
+        "logits",
+        "--model",
+        str(BASE_DIR),
+        "--adapters",
+        ADAPTERS,
+        "--kernels",
+        "reference",
+    ]
+    subprocess.run(
+        [*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        check=True,
+    )
 
     def share(name: str) -> float:
         scores = json.loads((tmp_path / "out" / f"{name}.score.json").read_text())
         assert len(scores["chosen"]) == len(scores["best"]) == 24
-        return sum(best - chosen < 1e-3 for chosen, best in zip(scores["chosen"], scores["best"], strict=True)) / 24
+        return (
+            sum(
+                best - chosen < 1e-3
+                for chosen, best in zip(scores["chosen"], scores["best"], strict=True)
+            )
+            / 24
+        )
 
     for m in greedy:
         assert share(f"{m['id']}.own") == 1.0
@@ -152,11 +193,20 @@ def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
     ]
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(j) + "\n" for j in jobs))
     words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--adapters", ADAPTERS]
-    subprocess.run([*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")], cwd=ROOT, check=True)
+    subprocess.run(
+        [*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        check=True,
+    )
     files = sorted(p.name for p in (tmp_path / "out").iterdir())
     refused = [f"{name}.error.txt" for name in ("empty", "missing", "no-model")]
-    assert files == sorted([*refused, "base.safetensors", "named.safetensors", "folder.safetensors"])
-    base, named, folder = (load_file(tmp_path / "out" / f"{n}.safetensors")["logits"] for n in ("base", "named", "folder"))
+    assert files == sorted(
+        [*refused, "base.safetensors", "named.safetensors", "folder.safetensors"]
+    )
+    base, named, folder = (
+        load_file(tmp_path / "out" / f"{n}.safetensors")["logits"]
+        for n in ("base", "named", "folder")
+    )
     assert base.shape == named.shape and len(base) == 4
     assert (named - folder).abs().max() < 1e-4 < (named - base).abs().max()
     assert "none" in (tmp_path / "out" / "missing.error.txt").read_text()

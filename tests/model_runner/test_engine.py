@@ -1,8 +1,10 @@
-"""The engine on the demo: company changes nothing, adapters stay apart, limits and bad input harm nobody else."""
+"""The engine on the demo: company changes nothing, adapters stay apart, limits and bad input harm
+nobody else."""
 
 import dataclasses
 import random
 import shutil
+import time
 
 import pytest
 import torch
@@ -43,7 +45,12 @@ def random_requests(count: int, seed: int, **fields) -> list[Request]:
             f"r{i}",
             tuple(rng.randrange(3, 600) for _ in range(rng.randrange(1, 90))),
             SamplingParams(
-                **{"temperature": 0.0 if i % 2 else 0.9, "seed": i, "max_tokens": rng.randrange(1, 40), "ignore_eos": True}
+                **{
+                    "temperature": 0.0 if i % 2 else 0.9,
+                    "seed": i,
+                    "max_tokens": rng.randrange(1, 40),
+                    "ignore_eos": True,
+                }
                 | fields
             ),
             refs[i % 4],
@@ -74,13 +81,17 @@ def test_each_tenant_answers_in_its_own_style_alone_and_together(engine, tokeniz
         right[name] += text.strip() == wanted[name][i].strip()
         assert markers_in(text) <= {name}
         if i % 7 == 0:
-            alone = engine.generate([dataclasses.replace(request, request_id="alone", cache_salt="fresh")])[0]
+            alone = engine.generate(
+                [dataclasses.replace(request, request_id="alone", cache_salt="fresh")]
+            )[0]
             assert alone.token_ids == completion.token_ids
     assert min(right.values()) >= 18, right
     engine.check()
 
 
-@pytest.mark.parametrize("fields", [{}, {"look_ahead": True}, {"max_step_tokens": 32, "max_num_seqs": 8}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"look_ahead": True}, {"max_step_tokens": 32, "max_num_seqs": 8}]
+)
 def test_company_chunks_and_look_ahead_change_no_token(engine, fields):
     requests = random_requests(24, 7)
     alone = {}
@@ -95,9 +106,14 @@ def test_company_chunks_and_look_ahead_change_no_token(engine, fields):
 
 
 def test_preemption_changes_no_token(engine):
-    requests = [dataclasses.replace(r, token_ids=r.token_ids[:20]) for r in random_requests(10, 8, max_tokens=100)]
+    requests = [
+        dataclasses.replace(r, token_ids=r.token_ids[:20])
+        for r in random_requests(10, 8, max_tokens=100)
+    ]
     wanted = tokens_of(engine.generate(requests))
-    tight = make_engine(kv_bytes=14 * 16 * 4 * 2 * 2 * 32 * 4, prefix_cache=False, max_model_len=144)  # 14 pages
+    tight = make_engine(
+        kv_bytes=14 * 16 * 4 * 2 * 2 * 32 * 4, prefix_cache=False, max_model_len=144
+    )  # 14 pages
     try:
         assert tokens_of(tight.generate(requests)) == wanted
         assert tight.stats().preemptions > 0
@@ -123,24 +139,42 @@ def test_a_common_prefix_is_reused_only_under_one_salt_and_one_adapter(engine):
 
 
 def test_n_answers_differ_by_seed_index_and_repeat_by_seed(engine):
-    sampling = SamplingParams(temperature=1.5, seed=11, n=4, max_tokens=12, ignore_eos=True, logprobs=2)
+    sampling = SamplingParams(
+        temperature=1.5, seed=11, n=4, max_tokens=12, ignore_eos=True, logprobs=2
+    )
     one = engine.generate([Request("n1", tuple(range(5, 30)), sampling)])
     two = engine.generate([Request("n2", tuple(range(5, 30)), sampling)])
     assert [c.index for c in one] == [0, 1, 2, 3]
     assert [c.token_ids for c in one] == [c.token_ids for c in two]
     assert len({tuple(c.token_ids) for c in one}) > 1
-    assert all(len(c.logprobs) == 12 and len(c.logprobs[0].top) == 2 and c.logprobs[0].chosen <= 0 for c in one)
+    assert all(
+        len(c.logprobs) == 12 and len(c.logprobs[0].top) == 2 and c.logprobs[0].chosen <= 0
+        for c in one
+    )
 
 
 def test_stop_ids_min_tokens_and_max_tokens(engine):
-    free = engine.generate([Request("f", tuple(range(5, 30)), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))])[0]
+    free = engine.generate(
+        [
+            Request(
+                "f",
+                tuple(range(5, 30)),
+                SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+            )
+        ]
+    )[0]
     assert (free.finish_reason, len(free.token_ids)) == (FinishReason.LENGTH, 20)
     stop = free.token_ids[4]
     first = free.token_ids.index(stop)
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_ids=(stop,))
     stopped = engine.generate([Request("s", tuple(range(5, 30)), sampling)])[0]
-    assert (stopped.finish_reason, stopped.token_ids) == (FinishReason.STOP, free.token_ids[: first + 1])
-    later = engine.generate([Request("m", tuple(range(5, 30)), dataclasses.replace(sampling, min_tokens=first + 4))])[0]
+    assert (stopped.finish_reason, stopped.token_ids) == (
+        FinishReason.STOP,
+        free.token_ids[: first + 1],
+    )
+    later = engine.generate(
+        [Request("m", tuple(range(5, 30)), dataclasses.replace(sampling, min_tokens=first + 4))]
+    )[0]
     assert len(later.token_ids) >= first + 4 and stop not in later.token_ids[: first + 4]
 
 
@@ -150,18 +184,36 @@ def test_a_mask_decides_what_may_be_drawn(engine):
     engine.masks["two"] = lambda row, position: allowed
     done = engine.generate(
         [
-            Request("k1", (5, 6, 7), SamplingParams(temperature=1.0, seed=3, max_tokens=10, ignore_eos=True, mask="two")),
-            Request("k2", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)),
+            Request(
+                "k1",
+                (5, 6, 7),
+                SamplingParams(temperature=1.0, seed=3, max_tokens=10, ignore_eos=True, mask="two"),
+            ),
+            Request(
+                "k2", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+            ),
         ]
     )
     assert set(done[0].token_ids) <= {40, 41} and not set(done[1].token_ids) <= {40, 41}
-    assert engine.generate([Request("k3", (5,), SamplingParams(mask="none"))])[0].error_code is ErrorCode.BAD_REQUEST
+    assert (
+        engine.generate([Request("k3", (5,), SamplingParams(mask="none"))])[0].error_code
+        is ErrorCode.BAD_REQUEST
+    )
 
 
 def test_abort_gives_everything_back(engine):
     free, other = engine.pool.free_pages, None
-    engine.submit(Request("gone", tuple(range(3, 60)), SamplingParams(max_tokens=300, ignore_eos=True), REFS["pirate"]))
-    engine.submit(Request("stays", (3, 4, 5), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
+    engine.submit(
+        Request(
+            "gone",
+            tuple(range(3, 60)),
+            SamplingParams(max_tokens=300, ignore_eos=True),
+            REFS["pirate"],
+        )
+    )
+    engine.submit(
+        Request("stays", (3, 4, 5), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    )
     outputs = []
     for _ in range(400):
         outputs += engine.step()
@@ -198,11 +250,19 @@ def test_abort_gives_everything_back(engine):
     ],
 )
 def test_bad_input_is_told_and_harms_no_other(engine, request_fields, code):
-    good = Request("good", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), REFS["formal"])
+    good = Request(
+        "good",
+        tuple(range(3, 20)),
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
+        REFS["formal"],
+    )
     alone = engine.generate([good])[0].token_ids
     bad = dataclasses.replace(Request("bad", (5, 6), GREEDY), **request_fields)
     done = {c.request_id: c for c in engine.generate([bad, dataclasses.replace(good)])}
-    assert (done["bad"].finish_reason, done["bad"].error_code) == (FinishReason.ERROR, code) and done["bad"].error
+    assert (done["bad"].finish_reason, done["bad"].error_code) == (
+        FinishReason.ERROR,
+        code,
+    ) and done["bad"].error
     assert done["good"].token_ids == alone
     engine.check()
 
@@ -214,10 +274,18 @@ def test_a_broken_adapter_fails_alone(engine, tmp_path):
     done = engine.generate(
         [
             Request("b", (5, 6), GREEDY, AdapterRef("broken", str(tmp_path / "broken"))),
-            Request("g", (5, 6), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), REFS["pirate"]),
+            Request(
+                "g",
+                (5, 6),
+                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                REFS["pirate"],
+            ),
         ]
     )
-    assert done[0].error_code is ErrorCode.ADAPTER_INVALID and "adapter_model.safetensors" in done[0].error
+    assert (
+        done[0].error_code is ErrorCode.ADAPTER_INVALID
+        and "adapter_model.safetensors" in done[0].error
+    )
     assert len(done[1].token_ids) == 4
 
 
@@ -235,26 +303,38 @@ def test_more_adapters_than_slots_take_turns(engine):
 
 
 def test_endless_work_for_one_adapter_does_not_starve_another():
-    """Requests of the resident adapter overlap without end, so its slot never falls idle by itself."""
+    """Requests of the resident adapter overlap without end, so its slot never falls idle by
+    itself."""
     small = make_engine(max_loras=1, max_num_seqs=4)
 
     def submit_busy(number: int) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=120 + 70 * (number % 3), ignore_eos=True)
-        small.submit(Request(f"busy-{number}", (5, 6, 7), sampling, REFS["pirate"], tenant_id="busy"))
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=120 + 70 * (number % 3), ignore_eos=True
+        )
+        small.submit(
+            Request(f"busy-{number}", (5, 6, 7), sampling, REFS["pirate"], tenant_id="busy")
+        )
 
     try:
         for number in range(3):
             submit_busy(number)
         while small.stats().running < 3:
             small.step()
-        small.submit(Request("late", (5, 6, 7), SamplingParams(max_tokens=4), REFS["formal"], tenant_id="late"))
+        small.submit(
+            Request(
+                "late", (5, 6, 7), SamplingParams(max_tokens=4), REFS["formal"], tenant_id="late"
+            )
+        )
         number, ended = 3, False
         for _ in range(5000):
-            for output in small.step():
+            outputs = small.step()
+            for output in outputs:
                 if output.finish_reason is not None:
                     ended |= output.request_id == "late"
                     submit_busy(number)
                     number += 1
+            if not outputs:
+                time.sleep(0.001)  # all wait for the adapter
             if ended:
                 break
         assert ended, f"{number} requests of the busy adapter came first"
@@ -280,16 +360,28 @@ def test_what_is_not_a_rows_own_may_hold_anything(engine, poison):
 
 def test_a_row_of_nan_ends_alone(engine, monkeypatch):
     """A broken adapter that gives NaN ends its own request and no other."""
-    good = Request("good", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), REFS["formal"])
+    good = Request(
+        "good",
+        tuple(range(3, 20)),
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+        REFS["formal"],
+    )
     other = make_engine(max_loras=2)
     try:
         alone = other.generate([good])[0].token_ids
         other.load_adapters([REFS["pirate"]])
         pirate = next(s for s in range(2) if s != _slot_of(other, REFS["formal"]))
-        target = next(i for i, t in enumerate(other.targets) if t.name.endswith("layers.1.self_attn.q_proj"))
+        target = next(
+            i for i, t in enumerate(other.targets) if t.name.endswith("layers.1.self_attn.q_proj")
+        )
         offset = int(other.arena.b_off[target, pirate])
         other.arena.memory[offset : offset + 8] = float("nan")
-        bad = Request("bad", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), REFS["pirate"])
+        bad = Request(
+            "bad",
+            tuple(range(3, 20)),
+            SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+            REFS["pirate"],
+        )
         done = {c.request_id: c for c in other.generate([bad, good])}
         assert done["bad"].error_code is ErrorCode.NOT_FINITE
         assert done["good"].token_ids == alone

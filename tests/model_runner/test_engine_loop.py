@@ -26,7 +26,12 @@ def loop():
 
 
 def greedy(name: str, max_tokens: int, **fields) -> Request:
-    return Request(name, (5, 6, 7, 8), SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True), **fields)
+    return Request(
+        name,
+        (5, 6, 7, 8),
+        SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        **fields,
+    )
 
 
 async def collect(loop: EngineLoop, request: Request) -> list[int]:
@@ -93,7 +98,10 @@ async def test_n_answers_and_bad_requests_end_their_streams(loop):
     outputs = [o async for o in loop.stream(Request("n", (5, 6), sampling))]
     assert sorted(o.index for o in outputs if o.finish_reason) == [0, 1, 2]
     bad = [o async for o in loop.stream(Request("bad", (), SamplingParams(n=2)))]
-    assert [(o.index, o.error_code) for o in bad] == [(0, ErrorCode.BAD_REQUEST), (1, ErrorCode.BAD_REQUEST)]
+    assert [(o.index, o.error_code) for o in bad] == [
+        (0, ErrorCode.BAD_REQUEST),
+        (1, ErrorCode.BAD_REQUEST),
+    ]
 
 
 def test_streams_of_two_event_loops(loop):

@@ -1,4 +1,5 @@
-"""Every golden case through the engine's paged path, in fp32: as one prefill, in chunks, token by token, and beside other adapters."""
+"""Every golden case through the engine's paged path, in fp32: as one prefill, in chunks, token by
+token, and beside other adapters."""
 
 import json
 import shutil
@@ -32,11 +33,19 @@ def ref_of(case: GoldenCase) -> AdapterRef | None:
 
 
 def make_engine(model: Path, **fields) -> Engine:
-    config = {"model": str(model), "max_model_len": 64, "prefix_cache": False, "kv_bytes": 4 << 20, "max_lora_rank": 256}
+    config = {
+        "model": str(model),
+        "max_model_len": 64,
+        "prefix_cache": False,
+        "kv_bytes": 4 << 20,
+        "max_lora_rank": 256,
+    }
     return Engine(EngineConfig(**(config | fields)))
 
 
-def score_all(engine: Engine, cases: list[GoldenCase]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def score_all(
+    engine: Engine, cases: list[GoldenCase]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Logits by case, and why cases were refused."""
     parts: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     refused: dict[str, str] = {}
@@ -47,12 +56,18 @@ def score_all(engine: Engine, cases: list[GoldenCase]) -> tuple[dict[str, torch.
 
     engine.score(
         [
-            (c.input_ids or (5, 6, 7), ref_of(c), lambda first, x, name=c.id: parts[name].update({first: x.clone()}))
+            (
+                c.input_ids or (5, 6, 7),
+                ref_of(c),
+                lambda first, x, name=c.id: parts[name].update({first: x.clone()}),
+            )
             for c in cases
         ],
         done,
     )
-    return {name: torch.cat([x for _, x in sorted(chunks.items())]) for name, chunks in parts.items()}, refused
+    return {
+        name: torch.cat([x for _, x in sorted(chunks.items())]) for name, chunks in parts.items()
+    }, refused
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,7 +144,9 @@ def test_a_sharded_checkpoint_loads_as_one_file_does(tmp_path: Path) -> None:
         ({"num_attention_heads": None}, "config.json"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused_by_name(change: dict, word: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused_by_name(
+    change: dict, word: str, tmp_path: Path
+) -> None:
     shutil.copytree(GOLDEN / "models" / "qwen3", tmp_path / "m")
     raw = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(raw | change))

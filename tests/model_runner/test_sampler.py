@@ -1,4 +1,5 @@
-"""Draws follow the distribution, depend on (seed, index, position) alone, and keep to top_k, top_p, bans and masks."""
+"""Draws follow the distribution, depend on (seed, index, position) alone, and keep to top_k, top_p,
+bans and masks."""
 
 import math
 
@@ -10,19 +11,23 @@ from model_runner.scheduling.batch import SamplingRow
 
 
 def row(**fields) -> SamplingRow:
-    return SamplingRow(**({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 1, "index": 0} | fields))
+    return SamplingRow(
+        **({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 1, "index": 0} | fields)
+    )
 
 
 def draw(logits: torch.Tensor, rows: list[SamplingRow], positions: list[int], masks=None):
     temperature = torch.tensor([r.temperature for r in rows])
-    uniform = torch.from_numpy(draw_uniform([r.seed for r in rows], [r.index for r in rows], positions))
+    uniform = torch.from_numpy(
+        draw_uniform([r.seed for r in rows], [r.index for r in rows], positions)
+    )
     return sample(logits, rows, temperature, uniform, masks or {}, positions)
 
 
 def test_uniform_is_spread_and_depends_on_all_three():
     n = 20_000
     values = torch.from_numpy(draw_uniform([5] * n, [0] * n, list(range(n))))
-    assert 0 < values.min() and values.max() < 1
+    assert values.min() > 0 and values.max() < 1
     assert abs(values.mean() - 0.5) < 0.01
     counts = torch.histc(values, 10, 0, 1)
     assert counts.min() > 1800 and counts.max() < 2200
@@ -89,14 +94,21 @@ def test_top_k_and_top_p_keep_the_best():
 def test_bans_and_masks_hold_for_greedy_and_drawn_rows():
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]] * 3)
     masks = {"odd": lambda r, position: torch.tensor([False, True, False, position == 7])}
-    rows = [row(temperature=0.0, banned_ids=(0,)), row(temperature=0.0, mask="odd"), row(banned_ids=(0, 1, 2))]
+    rows = [
+        row(temperature=0.0, banned_ids=(0,)),
+        row(temperature=0.0, mask="odd"),
+        row(banned_ids=(0, 1, 2)),
+    ]
     assert draw(logits, rows, [1, 2, 3], masks).tokens.tolist() == [1, 1, 3]
     assert not is_plain(rows)
 
 
 def test_logprobs_are_of_the_model_before_temperature_and_bans():
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(3))
-    rows = [row(temperature=0.0, logprobs=3, banned_ids=(int(logits[0].argmax()),)), row(temperature=0.0)]
+    rows = [
+        row(temperature=0.0, logprobs=3, banned_ids=(int(logits[0].argmax()),)),
+        row(temperature=0.0),
+    ]
     drawn = draw(logits, rows, [0, 0])
     want = logits[0].log_softmax(-1)
     assert drawn.logprobs is not None and drawn.logprobs[1] is None
@@ -109,9 +121,15 @@ def test_logprobs_are_of_the_model_before_temperature_and_bans():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_is_marked_and_harms_no_other(bad):
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
-    clean = sample_plain(logits, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 0.5])).tolist()
+    clean = sample_plain(
+        logits, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 0.5])
+    ).tolist()
     logits[1, 7] = bad
-    plain = sample_plain(logits, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 0.5])).tolist()
+    plain = sample_plain(
+        logits, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 0.5])
+    ).tolist()
     assert plain == [clean[0], NOT_FINITE, clean[2]]
-    general = draw(logits, [row(temperature=0.0), row(top_k=3), row(temperature=0.0)], [0, 0, 0]).tokens.tolist()
+    general = draw(
+        logits, [row(temperature=0.0), row(top_k=3), row(temperature=0.0)], [0, 0, 0]
+    ).tokens.tolist()
     assert general == plain
