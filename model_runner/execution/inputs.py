@@ -197,21 +197,29 @@ def fill_mixed(
     v = buffer.view
     rows = tables.rows(batch)  # [S]
     counts, starts = np.array(batch.num_tokens), np.array(batch.starts)  # [S] twice
-    ends = counts.cumsum()  # [S]
-    row_of_token = np.repeat(np.arange(len(counts)), counts)  # [T]
-    positions = np.arange(ends[-1]) + (starts + counts - ends)[row_of_token]  # [T]
-    v["cu_q"][0], v["cu_q"][1:] = 0, ends
-    v["seq_lens"][:] = starts + counts
-    v["positions"][:] = positions
-    v["slot_of_token"][:] = np.array(batch.slots, np.int32)[row_of_token]
-    v["token_ids"][:] = list(chain.from_iterable(ids or (0,) for ids in batch.token_ids))
-    v["sources"][:] = -1
-    v["sources"][ends - 1] = batch.sources
+    ends, lens = counts.cumsum(), starts + counts  # [S] twice
+    num_tokens = int(ends[-1])
+    # What a token takes from its row, repeated in one go: the way from its number to its position,
+    # its slot, and where its row begins in the page tables.
+    per_row = np.stack((lens - ends, np.array(batch.slots), rows * tables.table.shape[2]))  # [3, S]
+    shift, slots, table_start = per_row.repeat(counts, 1)  # [T] each
+    positions = np.arange(num_tokens) + shift  # [T]
     page, offset = np.divmod(positions, page_tokens)  # [T] twice
-    table_row = rows[row_of_token]  # [T]
+    page += table_start
+    v["cu_q"][0], v["cu_q"][1:] = 0, ends
+    v["seq_lens"][:] = lens
+    v["positions"][:] = positions
+    v["slot_of_token"][:] = slots
+    ids = chain.from_iterable(ids or (0,) for ids in batch.token_ids)
+    v["token_ids"][:] = np.fromiter(ids, np.int64, num_tokens)
+    sources = v["sources"]
+    sources[:] = -1
+    sources[ends - 1] = batch.sources
     for g, table in enumerate(tables.table):
         v[f"page_table{g}"][:] = table[rows, :columns]
-        v[f"write_idx{g}"][:] = table[table_row, page].astype(np.int64) * page_tokens + offset
+        write = v[f"write_idx{g}"]
+        np.multiply(table.ravel().take(page), page_tokens, out=write, dtype=np.int64)
+        write += offset
     v["logit_rows"][:], v["sample_rows"][:] = logit_rows, sample_rows
     v["num_rows"][0] = len(counts)
     fill_sampling(buffer, batch, sample_rows)
