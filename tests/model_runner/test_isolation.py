@@ -1,4 +1,5 @@
-"""Adapters never show in the rows of others, bit for bit; on a GPU also: graphs, kernels and merged truth agree."""
+"""Adapters never show in the rows of others, bit for bit; on a GPU also: graphs, kernels and merged
+truth agree."""
 
 import dataclasses
 import random
@@ -55,7 +56,8 @@ def test_base_rows_are_bit_equal_with_and_without_adapters_beside_them(device):
 
 
 def answers(tokenizer: Tokenizer, **fields) -> dict[str, list[str]]:
-    """The demo's questions, base and all tenants in one batch; also checks that nothing was compiled late."""
+    """The demo's questions, base and all tenants in one batch; also checks that nothing was
+    compiled late."""
     engine = Engine(EngineConfig(str(BASE_DIR), max_model_len=512, **fields))
     sampling = SamplingParams(temperature=0.0, max_tokens=48)
     try:
@@ -100,7 +102,8 @@ GOLDEN_MODELS = sorted({case.model for case in load_cases("logits")})
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", GOLDEN_MODELS, ids=lambda m: m.name)
 def test_golden_logits_in_bf16_through_the_kernels(model):
-    """transformers in bf16 is off by up to 0.21 at the worst position and 0.025 on average; twice that is allowed."""
+    """transformers in bf16 is off by up to 0.21 at the worst position and 0.025 on average; twice
+    that is allowed."""
     cases = [c for c in load_cases("logits") if c.model == model]
     config = EngineConfig(str(model), device="cuda", dtype="bfloat16", max_model_len=64)
     config = dataclasses.replace(config, prefix_cache=False, max_lora_rank=256, kv_bytes=16 << 20)
