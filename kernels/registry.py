@@ -14,6 +14,7 @@ from kernels import (
     norm,
     paged_attention,
     rope,
+    sample_token,
 )
 from kernels.op import Op
 
@@ -28,4 +29,5 @@ OPS: dict[str, Op] = {
     **{op.name: op for op in norm.OPS},
     **{op.name: op for op in paged_attention.OPS},
     **{op.name: op for op in rope.OPS},
+    **{op.name: op for op in sample_token.OPS},
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist
 from kernels.op import use_triton
+from kernels.sample_token import sample_token
 from kernels.tiling import slot_block_m
 from model_runner.execution.cuda_graphs import DecodeGraphs, padded_sizes
 from model_runner.execution.inputs import (
@@ -30,7 +31,6 @@ from model_runner.execution.sampler import (
     TokenMask,
     is_plain,
     sample,
-    sample_plain,
 )
 from model_runner.layers.context import ForwardContext, KvGroupContext
 from model_runner.models.decoder import Decoder
@@ -199,7 +199,7 @@ class ModelRunner:
         for s, sink in scored.items():
             sink(batch.starts[s], logits[at : at + counts[s]])
             at += counts[s]
-        tokens = sample_plain(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [Z]
+        tokens = sample_token(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [Z]
         self._previous[views["sample_rows"][:n]] = tokens
         return logits[:n], tokens
 
@@ -211,7 +211,7 @@ class ModelRunner:
         hit: list[Tensor] = []
         ctx = self._context(views, 1, max_len or self._max_len, hit, decode=True)
         logits = self.model.forward(self._token_ids(views), ctx)  # [S, V]
-        tokens = sample_plain(logits, views["temperature"], views["uniform"])  # [S]
+        tokens = sample_token(logits, views["temperature"], views["uniform"])  # [S]
         self._previous[: shape.rows].copy_(tokens)
         if hit:
             self._count_experts(torch.stack(hit), views["num_rows"])

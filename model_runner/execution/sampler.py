@@ -2,8 +2,8 @@
 on its company.
 
 The random number is made on the host by a hash and sent along as one float: the device inverts the
-cumulative distribution, so
-there is no generator state, and a request repeated elsewhere draws the same tokens.
+cumulative distribution, so there is no generator state, and a request repeated elsewhere draws the
+same tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.sample_token import NOT_FINITE, sample_token
 from model_runner.request import TokenLogprobs
 from model_runner.scheduling.batch import SamplingRow
 
-NOT_FINITE = (
-    -1
-)  # the token of a row whose logits hold NaN: the engine ends that request and no other
 MASK_64 = (1 << 64) - 1
 GOLDEN, MIX_1, MIX_2 = (
     np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -45,32 +43,6 @@ def draw_uniform(
     return (((x >> np.uint64(41)).astype(np.float64) + 0.5) / (1 << 23)).astype(np.float32)
 
 
-def sample_plain(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """Greedy rows and rows with a temperature and nothing else; fit for a captured graph.
-
-    Shapes:  logits [Z, V]; temperature, uniform [Z] float32 (temperature 0 = greedy) -> [Z] int64,
-             NOT_FINITE where logits hold NaN
-    """
-    logits = logits.float()  # [Z, V]
-    best, greedy = logits.max(-1)  # [Z] twice; NaN wins a max
-    scaled = (logits - best[:, None]) / temperature.clamp(min=1e-6)[:, None]  # [Z, V]
-    drawn = _invert(scaled.exp(), uniform)
-    tokens = torch.where(temperature > 0, drawn, greedy)  # [Z]
-    return torch.where(torch.isfinite(best), tokens, NOT_FINITE)
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index of the first token at which the cumulative weight passes uniform * total. [Z, V], [Z]
-    -> [Z] int64"""
-    cumulative = weights.cumsum(-1)  # [Z, V]
-    threshold = uniform[:, None] * cumulative[:, -1:]  # [Z, 1]
-    return (
-        torch.searchsorted(cumulative, threshold, right=True)
-        .squeeze(-1)
-        .clamp(max=weights.shape[-1] - 1)
-    )
-
-
 @dataclass(frozen=True)
 class Sampled:
     """What one step drew: tokens [Z] on the device, and for rows that asked, their
@@ -81,7 +53,7 @@ class Sampled:
 
 
 def is_plain(rows: Sequence[SamplingRow]) -> bool:
-    """Whether `sample_plain` serves all these rows."""
+    """Whether `sample_token` serves all these rows."""
     return all(
         r.top_p >= 1 and not r.top_k and not r.banned_ids and not r.mask and r.logprobs is None
         for r in rows
@@ -116,7 +88,7 @@ def sample(
     if cut:
         work = work.clone() if work is raw else work
         work[cut] = _keep_top(work[cut], [rows[z] for z in cut])
-    tokens = sample_plain(work, temperature, uniform)
+    tokens = sample_token(work, temperature, uniform)
     tokens = torch.where(torch.isfinite(raw.amax(-1)), tokens, NOT_FINITE)
     wanted = [z for z, r in enumerate(rows) if r.logprobs is not None]
     return Sampled(tokens, _logprobs(raw, tokens, rows, wanted) if wanted else None)

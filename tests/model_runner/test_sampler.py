@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from model_runner.execution.sampler import NOT_FINITE, draw_uniform, is_plain, sample, sample_plain
+from kernels.sample_token import NOT_FINITE, sample_token
+from model_runner.execution.sampler import draw_uniform, is_plain, sample
 from model_runner.scheduling.batch import SamplingRow
 
 
@@ -121,11 +122,11 @@ def test_logprobs_are_of_the_model_before_temperature_and_bans():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_is_marked_and_harms_no_other(bad):
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
-    clean = sample_plain(
+    clean = sample_token(
         logits, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 0.5])
     ).tolist()
     logits[1, 7] = bad
-    plain = sample_plain(
+    plain = sample_token(
         logits, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 0.5])
     ).tolist()
     assert plain == [clean[0], NOT_FINITE, clean[2]]
