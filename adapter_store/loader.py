@@ -4,6 +4,7 @@ Blocks: for the store's threads. Not here: who waits for it and where it goes on
 """
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from adapter_store.sources.source import S3Options, Source
 from adapter_store.weights import AdapterWeights, LoraTarget
 
 _MAX_REFUSED = 1024
+_log = logging.getLogger(__name__)
 
 LoadAdapter = Callable[..., AdapterWeights]
 
@@ -136,15 +138,19 @@ class AdapterLoader:
                 packed = self.open(digest)
                 if packed is None:
                     try:
-                        packed = self._pack(folder, digest)
+                        packed = self._pack(folder, digest, ref)
                     except AdapterInvalid as e:
                         self._refuse(ref.uri, revision, e)
                         raise
         self._cache.remember(ref.uri, revision, digest)
         return packed
 
-    def _pack(self, folder: Path, digest: str) -> PackedAdapter | None:
+    def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
         weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
+        for warning in weights.manifest.warnings:
+            _log.warning("adapter %s: %s", ref, warning)
+        for tensor, why in weights.manifest.skipped.items():
+            _log.info("adapter %s: %s was left out: %s", ref, tensor, why)
         size = packed_bytes(weights, self._targets, self._dtype, digest)
 
         def fill(path: Path) -> None:
