@@ -16,6 +16,8 @@ from tests.golden import load_cases
 from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS, chat
 
 REFS = {name: AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items()}
+# Small, so that several test processes share a GPU.
+MEMORY = {"kv_bytes": 64 << 20, "lora_bytes": 256 << 20}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -42,7 +44,7 @@ def test_base_rows_are_bit_equal_with_and_without_adapters_beside_them(device):
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(3, 600) for _ in range(rng.randrange(2, 40))) for _ in range(12)]
     engine = Engine(
-        EngineConfig(str(BASE_DIR), device=device, max_model_len=256, prefix_cache=False)
+        EngineConfig(str(BASE_DIR), device=device, max_model_len=256, prefix_cache=False, **MEMORY)
     )
     try:
         engine.load_adapters(REFS.values())
@@ -58,7 +60,7 @@ def test_base_rows_are_bit_equal_with_and_without_adapters_beside_them(device):
 def answers(tokenizer: Tokenizer, **fields) -> dict[str, list[str]]:
     """The demo's questions, base and all tenants in one batch; also checks that nothing was
     compiled late."""
-    engine = Engine(EngineConfig(str(BASE_DIR), max_model_len=512, **fields))
+    engine = Engine(EngineConfig(str(BASE_DIR), max_model_len=512, **MEMORY, **fields))
     sampling = SamplingParams(temperature=0.0, max_tokens=48)
     try:
         done = engine.generate(
@@ -105,8 +107,8 @@ def test_golden_logits_in_bf16_through_the_kernels(model):
     """transformers in bf16 is off by up to 0.21 at the worst position and 0.025 on average; twice
     that is allowed."""
     cases = [c for c in load_cases("logits") if c.model == model]
-    config = EngineConfig(str(model), device="cuda", dtype="bfloat16", max_model_len=64)
-    config = dataclasses.replace(config, prefix_cache=False, max_lora_rank=256, kv_bytes=16 << 20)
+    config = EngineConfig(str(model), device="cuda", dtype="bfloat16", max_model_len=64, **MEMORY)
+    config = dataclasses.replace(config, prefix_cache=False, max_lora_rank=256)
     engine = Engine(config)
     try:
         refs = [AdapterRef(c.id, str(c.adapter)) if c.adapter else None for c in cases]
