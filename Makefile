@@ -26,7 +26,8 @@ serve: $(READY) ## the service alone; args="config=FILE" names another config th
 	@$(LOCAL_RAY) exec $(BIN)/serve run deployments:app $(args)
 
 test: $(READY) ## set up, then run what CI runs
-	$(PYTEST) -n 2 --dist loadfile -m "not gpu and not multigpu and not slow"
+	$(PYTEST) -n 2 --dist loadfile -m "not gpu and not multigpu and not slow and not ray and not e2e"
+	$(PYTEST) -m "(ray or e2e) and not gpu and not multigpu and not slow"
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interp tests/kernels

@@ -414,16 +414,16 @@ def test_without_its_router_the_service_goes_on(service: Service) -> None:
     for style in STYLES:
         answer = ask(service.client(style), style, line["question"])
         assert answer.choices[0].message.content == line[style]
-    wait_until(lambda: httpx.get(f"{service.url}/metrics").status_code == 200, 60)
+    wait_until(lambda: httpx.get(f"{service.url}/metrics", timeout=30).status_code == 200, 60)
     wait_until(lambda: service.metrics()("moe_replicas") == 3, 60)
 
 
 def test_health_and_readiness(service: Service) -> None:
-    assert httpx.get(f"{service.url}/health").status_code == 200
-    wait_until(lambda: httpx.get(f"{service.url}/ready").status_code == 200, 30)
+    assert httpx.get(f"{service.url}/health", timeout=30).status_code == 200
+    wait_until(lambda: httpx.get(f"{service.url}/ready", timeout=30).status_code == 200, 30)
 
 
 def test_environment_is_not_in_the_answer(service: Service) -> None:
     for path in ("/metrics", "/ready", "/health"):
-        text = httpx.get(f"{service.url}{path}").text
+        text = httpx.get(f"{service.url}{path}", timeout=30).text
         assert READER_SECRET not in text and os.environ["TEST_S3_SECRET"] not in text
