@@ -1,5 +1,4 @@
-"""`Engine`: requests of token ids in, tokens out. Builds the model, the KV pages, the adapter arena
-and the scheduler, and steps them.
+"""`Engine`: requests of token ids in, tokens out. Steps the parts that assembly.py builds.
 
 One thread owns an engine and everything in it. No text (text.py), no event loop (engine_loop.py),
 no Ray.
@@ -11,25 +10,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import torch
 
-from adapter_store.arena import AdapterArena
-from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, StoreFull
-from adapter_store.host_cache import HostCache
+from adapter_store.errors import AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
-from adapter_store.store import AdapterStore
-from kernels.lora_tables import LoraTables
 from kernels.op import compiled_kernels
+from model_runner.assembly import assemble
 from model_runner.config import EngineConfig
-from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
-from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
-from model_runner.execution.runner import ModelRunner, PendingStep, ScoreSink
+from model_runner.execution.runner import PendingStep, ScoreSink
 from model_runner.execution.sampler import TokenMask
-from model_runner.models.base import ModelConfig, read_json
-from model_runner.models.registry import Family, find_family
+from model_runner.outputs import adapter_error, find_fault, make_end, make_failure, make_news
 from model_runner.request import (
     Completion,
     ErrorCode,
@@ -40,15 +32,9 @@ from model_runner.request import (
     TokenLogprobs,
 )
 from model_runner.scheduling.batch import ScheduledBatch
-from model_runner.scheduling.page_pool import PagePool
-from model_runner.scheduling.scheduler import Scheduler, Update
+from model_runner.scheduling.scheduler import Update
 from model_runner.scheduling.sequence import Sequence as Life
 from model_runner.stats import EngineStats
-
-CPU_KV_BYTES, CPU_ARENA_BYTES, GPU_ARENA_BYTES = 256 << 20, 64 << 20, 8 << 30
-GPU_RESERVE = 0.10  # of the memory that is free after loading, kept for activations and graphs
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
-
 
 class Engine:
     """One model on one device, serving many adapters.
@@ -62,72 +48,13 @@ class Engine:
 
     def __init__(self, config: EngineConfig, s3: S3Options | None = None) -> None:
         self.config = config
-        self.device = torch.device(
-            config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        )
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", self.device.index or 0)
-            torch.cuda.set_device(self.device)
-        family, self.model_config = read_model_config(Path(config.model))
+        parts = assemble(config, s3)
+        self.device, self.dtype, self.max_len = parts.device, parts.dtype, parts.max_len
+        self.model, self.model_config = parts.model, parts.model_config
+        self.targets, self.arena, self.store = parts.model.lora_targets, parts.arena, parts.store
+        self.pool, self.runner, self.scheduler = parts.pool, parts.runner, parts.scheduler
+        self._host_cache = parts.host_cache
         on_cpu = self.device.type == "cpu"
-        name = config.dtype or ("float32" if on_cpu else self.model_config.dtype)
-        self.dtype = DTYPES[name]
-        self.max_len = min(
-            config.max_model_len or self.model_config.max_positions, self.model_config.max_positions
-        )
-        with torch.inference_mode():
-            self.model = family(self.model_config, self._open_reader(), self.max_len)
-        self.targets = self.model.lora_targets
-        self.arena = AdapterArena(
-            self.targets,
-            max(1, config.max_loras),
-            config.lora_bytes or (CPU_ARENA_BYTES if on_cpu else GPU_ARENA_BYTES),
-            self.dtype,
-            self.device,
-            config.max_lora_rank,
-        )
-        cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
-        self._host_cache = HostCache(cache_dir, config.host_cache_bytes)
-        self.store = AdapterStore(
-            self.targets,
-            self.arena,
-            self._host_cache,
-            load_threads=config.adapter_load_threads,
-            s3=s3,
-        )
-        layout = plan_kv(self.model_config)
-        num_pages = self._count_pages(
-            page_bytes(self.model_config, layout, config.page_tokens, self.dtype)
-        )
-        caches = allocate_kv(
-            self.model_config, layout, num_pages, config.page_tokens, self.dtype, self.device
-        )
-        self.pool = PagePool(num_pages, config.page_tokens, layout.groups, config.prefix_cache)
-        a = self.arena
-        tables = LoraTables(
-            a.memory, a.a_off, a.b_off, a.a_stride, a.b_stride, a.lora_rank, a.max_rank
-        )
-        self.runner = ModelRunner(
-            self.model,
-            layout,
-            caches,
-            tables if config.max_loras else None,
-            device=self.device,
-            page_tokens=config.page_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_len=self.max_len,
-            use_graphs=config.cuda_graphs and not on_cpu,
-            deterministic=config.deterministic,
-        )
-        self.scheduler = Scheduler(
-            config.max_num_seqs,
-            config.max_step_tokens,
-            self.max_len,
-            self.pool,
-            self.store,
-            self.model_config.eos_ids,
-            lacks_slot=self.store.lacks_slot,
-        )
         self._look_ahead = (not on_cpu) if config.look_ahead is None else config.look_ahead
         self._lives: dict[str, list[Life]] = {}
         self._arriving: dict[str, Request] = {}
@@ -155,11 +82,11 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Take a request in. Whatever is wrong with it is told by its outputs: one for each of its
         n sequences."""
-        refusal = self._refusal(request)
+        refusal = self._find_fault(request)
         if refusal is not None:
             n = request.sampling.n
             count = n if isinstance(n, int) and 1 <= n <= 128 else 1
-            self._outputs += [_failed(request, i, *refusal) for i in range(count)]
+            self._outputs += [make_failure(request, i, *refusal) for i in range(count)]
             return
         self._lives[request.request_id] = []
         if request.adapter is None:
@@ -177,7 +104,7 @@ class Engine:
             assert arriving.adapter is not None
             self.store.forget(arriving.adapter)
             self._outputs += [
-                _ended(arriving, i, FinishReason.ABORT) for i in range(arriving.sampling.n)
+                make_end(arriving, i, FinishReason.ABORT) for i in range(arriving.sampling.n)
             ]
             return
         for life in list(self._lives.get(request_id, ())):
@@ -364,34 +291,18 @@ class Engine:
 
     # Inside
 
-    def _refusal(self, request: Request) -> tuple[ErrorCode, str] | None:
-        s, ids, vocab = request.sampling, request.token_ids, self.model_config.vocab_size
+    def _find_fault(self, request: Request) -> tuple[ErrorCode, str] | None:
+        s = request.sampling
         if request.request_id in self._lives:
             return ErrorCode.BAD_REQUEST, f"request_id {request.request_id!r} is already running"
-        problem = s.problem()
-        if problem:
-            return ErrorCode.BAD_REQUEST, problem
-        if not ids:
-            return ErrorCode.BAD_REQUEST, "the prompt is empty"
-        if not all(type(i) is int and 0 <= i < vocab for i in ids):
-            bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
-            return ErrorCode.BAD_REQUEST, f"token id {bad!r:.40} is not in 0..{vocab - 1}"
-        if any(i >= vocab for i in s.stop_ids):
-            return ErrorCode.BAD_REQUEST, f"stop_ids must be below {vocab}"
+        fault = find_fault(request, self.model_config.vocab_size, self.max_len)
+        if fault is not None:
+            return fault
         if s.mask and s.mask not in self.masks:
             return ErrorCode.BAD_REQUEST, f"unknown mask {s.mask!r:.60}"
-        if not request.weight > 0:
-            return ErrorCode.BAD_REQUEST, f"weight must be above 0, not {request.weight}"
-        if len(ids) >= self.max_len:
-            return (
-                ErrorCode.PROMPT_TOO_LONG,
-                f"the prompt has {len(ids)} tokens; {self.max_len - 1} are possible",
-            )
-        if not self.scheduler.fits(min(len(ids) + s.max_tokens, self.max_len)):
-            return (
-                ErrorCode.PROMPT_TOO_LONG,
-                f"{len(ids)} + {s.max_tokens} tokens do not fit into the KV memory",
-            )
+        num_tokens = len(request.token_ids) + s.max_tokens
+        if not self.scheduler.fits(min(num_tokens, self.max_len)):
+            return ErrorCode.PROMPT_TOO_LONG, f"{num_tokens} tokens do not fit into the KV memory"
         if request.adapter is not None and not self.config.max_loras:
             return ErrorCode.ADAPTER_NOT_FOUND, "this engine serves no adapters (max_loras is 0)"
         return None
@@ -411,7 +322,7 @@ class Engine:
                 del self._arriving[request_id], self._lives[request_id]
                 code, text = adapter_error(error)
                 self._outputs += [
-                    _failed(request, i, code, text) for i in range(request.sampling.n)
+                    make_failure(request, i, code, text) for i in range(request.sampling.n)
                 ]
             elif digest is not None:
                 del self._arriving[request_id]
@@ -437,7 +348,7 @@ class Engine:
             self._counts["delivered"] += 1
             self._by_tenant[life.request.tenant_id] += 1
             if update.finish_reason is None:
-                self._outputs.append(_news(life, (token,), (found,) if found else ()))
+                self._outputs.append(make_news(life, (token,), (found,) if found else ()))
                 return
             self._finish(life, update.finish_reason, (token,), (found,) if found else ())
             return
@@ -462,7 +373,7 @@ class Engine:
         error: tuple[ErrorCode, str] | None = None,
     ) -> None:
         self._finished[str(reason)] += 1
-        self._outputs.append(_news(life, tokens, logprobs, reason, error))
+        self._outputs.append(make_news(life, tokens, logprobs, reason, error))
         self._sinks.pop(life.seq_id, None)
         lives = self._lives[life.request.request_id]
         lives.remove(life)
@@ -473,24 +384,6 @@ class Engine:
         """Batch row -> where its logits go, for the rows that are scored."""
         ids = enumerate(batch.seq_ids)
         return {row: self._sinks[seq_id] for row, seq_id in ids if seq_id in self._sinks}
-
-    def _open_reader(self) -> SafetensorsReader | RandomReader:
-        kind, _, seed = self.config.load_format.partition(":")
-        if kind == "random":
-            return RandomReader(int(seed), self.device, self.dtype)
-        return SafetensorsReader(Path(self.config.model), self.device, self.dtype)
-
-    def _count_pages(self, bytes_per_page: int) -> int:
-        budget = self.config.kv_bytes or CPU_KV_BYTES
-        if self.device.type == "cuda" and not self.config.kv_bytes:
-            free, total = torch.cuda.mem_get_info()
-            budget = free - int(GPU_RESERVE * total)
-        num_pages = budget // bytes_per_page
-        if num_pages < 2:
-            raise ValueError(
-                f"{budget} bytes of KV memory hold less than 2 pages of {bytes_per_page} bytes"
-            )
-        return int(num_pages)
 
     def _warm_up_prefill(self) -> None:
         """On a GPU, run prompts of every size class once, so that no request waits for a
@@ -509,55 +402,3 @@ class Engine:
         self._counts.clear()
         self._finished.clear()
         self._by_tenant.clear()
-
-
-def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
-    """The family of a checkpoint folder and its configuration. Errors: ModelUnsupported."""
-    raw = read_json(folder / "config.json")
-    family = find_family(list(raw.get("architectures") or ()))
-    return family, family.read_config(raw, folder)
-
-
-def adapter_error(error: Exception) -> tuple[ErrorCode, str]:
-    """What a request is told when its adapter cannot be had."""
-    codes = (
-        (AdapterNotFound, ErrorCode.ADAPTER_NOT_FOUND),
-        (AdapterInvalid, ErrorCode.ADAPTER_INVALID),
-        (StoreFull, ErrorCode.ADAPTER_TOO_LARGE),
-    )
-    return next(
-        (code for kind, code in codes if isinstance(error, kind)), ErrorCode.ADAPTER_UNAVAILABLE
-    ), str(error)
-
-
-def _news(
-    life: Life,
-    tokens: tuple[int, ...],
-    logprobs: tuple[TokenLogprobs, ...],
-    reason: FinishReason | None = None,
-    error: tuple[ErrorCode, str] | None = None,
-) -> RequestOutput:
-    return RequestOutput(
-        life.request.request_id,
-        life.index,
-        tokens,
-        logprobs,
-        reason,
-        error[0] if error else None,
-        error[1] if error else "",
-        life.prompt_len,
-        max(0, life.num_cached_tokens),
-        life.num_output,
-    )
-
-
-def _ended(request: Request, index: int, reason: FinishReason) -> RequestOutput:
-    return RequestOutput(
-        request.request_id, index, finish_reason=reason, num_prompt_tokens=len(request.token_ids)
-    )
-
-
-def _failed(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
-    return dataclasses.replace(
-        _ended(request, index, FinishReason.ERROR), error_code=code, error=why
-    )

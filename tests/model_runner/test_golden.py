@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from adapter_store.ref import AdapterRef
+from model_runner.assembly import read_model_config
 from model_runner.config import EngineConfig
-from model_runner.engine import Engine, read_model_config
+from model_runner.engine import Engine
 from model_runner.execution.checkpoint import CheckpointError
 from model_runner.models.base import ModelUnsupported
 from model_runner.models.decoder import list_lora_targets

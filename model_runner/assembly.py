@@ -1,0 +1,155 @@
+"""From an `EngineConfig` to the parts of an engine: model, KV pages, adapter memory, store,
+scheduler.
+
+Built in the order in which they take memory: weights, then adapters, then what is left for pages.
+Not here: running them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adapter_store.arena import AdapterArena
+from adapter_store.host_cache import HostCache
+from adapter_store.sources.source import S3Options
+from adapter_store.store import AdapterStore
+from kernels.lora_tables import LoraTables
+from model_runner.config import EngineConfig
+from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
+from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
+from model_runner.execution.runner import ModelRunner
+from model_runner.models.base import ModelConfig, read_json
+from model_runner.models.decoder import Decoder
+from model_runner.models.registry import Family, find_family
+from model_runner.scheduling.page_pool import PagePool
+from model_runner.scheduling.scheduler import Scheduler
+
+CPU_KV_BYTES, CPU_ARENA_BYTES, GPU_ARENA_BYTES = 256 << 20, 64 << 20, 8 << 30
+GPU_RESERVE = 0.10  # of the GPU's memory, kept for activations and graphs
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of. max_len: prompt and output together, in tokens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int
+    model_config: ModelConfig
+    model: Decoder
+    arena: AdapterArena
+    host_cache: HostCache
+    store: AdapterStore
+    pool: PagePool
+    runner: ModelRunner
+    scheduler: Scheduler
+
+
+def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
+    """Load the model and build everything around it.
+
+    Errors: ValueError (config, model), CheckpointError, and what the device raises.
+    """
+    device = _find_device(config.device)
+    on_cpu = device.type == "cpu"
+    family, model_config = read_model_config(Path(config.model))
+    dtype = DTYPES[config.dtype or ("float32" if on_cpu else model_config.dtype)]
+    max_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
+    with torch.inference_mode():
+        model = family(model_config, _open_reader(config, device, dtype), max_len)
+    arena = AdapterArena(
+        model.lora_targets,
+        max(1, config.max_loras),
+        config.lora_bytes or (CPU_ARENA_BYTES if on_cpu else GPU_ARENA_BYTES),
+        dtype,
+        device,
+        config.max_lora_rank,
+    )
+    cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
+    host_cache = HostCache(cache_dir, config.host_cache_bytes)
+    store = AdapterStore(
+        model.lora_targets, arena, host_cache, load_threads=config.adapter_load_threads, s3=s3
+    )
+    layout = plan_kv(model_config)
+    size = page_bytes(model_config, layout, config.page_tokens, dtype)
+    num_pages = _count_pages(config.kv_bytes, size, device)
+    caches = allocate_kv(model_config, layout, num_pages, config.page_tokens, dtype, device)
+    pool = PagePool(num_pages, config.page_tokens, layout.groups, config.prefix_cache)
+    runner = ModelRunner(
+        model,
+        layout,
+        caches,
+        _view_tables(arena) if config.max_loras else None,
+        device=device,
+        page_tokens=config.page_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_len=max_len,
+        use_graphs=config.cuda_graphs and not on_cpu,
+        deterministic=config.deterministic,
+    )
+    scheduler = Scheduler(
+        config.max_num_seqs,
+        config.max_step_tokens,
+        max_len,
+        pool,
+        store,
+        model_config.eos_ids,
+        lacks_slot=store.lacks_slot,
+    )
+    return Parts(
+        device,
+        dtype,
+        max_len,
+        model_config,
+        model,
+        arena,
+        host_cache,
+        store,
+        pool,
+        runner,
+        scheduler,
+    )
+
+
+def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
+    """The family of a checkpoint folder and its configuration. Errors: ModelUnsupported."""
+    raw = read_json(folder / "config.json")
+    family = find_family(list(raw.get("architectures") or ()))
+    return family, family.read_config(raw, folder)
+
+
+def _find_device(name: str) -> torch.device:
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _open_reader(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> SafetensorsReader | RandomReader:
+    kind, _, seed = config.load_format.partition(":")
+    if kind == "random":
+        return RandomReader(int(seed), device, dtype)
+    return SafetensorsReader(Path(config.model), device, dtype)
+
+
+def _view_tables(a: AdapterArena) -> LoraTables:
+    """The arena as kernels see it."""
+    return LoraTables(a.memory, a.a_off, a.b_off, a.a_stride, a.b_stride, a.lora_rank, a.max_rank)
+
+
+def _count_pages(kv_bytes: int, bytes_per_page: int, device: torch.device) -> int:
+    """Pages that the budget holds; 0 bytes = what the GPU has left, or a CPU's default."""
+    budget = kv_bytes or CPU_KV_BYTES
+    if device.type == "cuda" and not kv_bytes:
+        free, total = torch.cuda.mem_get_info(device)
+        budget = free - int(GPU_RESERVE * total)
+    if budget < 2 * bytes_per_page:
+        raise ValueError(
+            f"{budget} bytes of KV memory hold less than 2 pages of {bytes_per_page} bytes"
+        )
+    return budget // bytes_per_page

@@ -1,0 +1,85 @@
+"""What a request is told: the outputs of an engine, and the words for what is wrong with a request.
+
+Plain values only: nothing here changes any state.
+"""
+
+import dataclasses
+
+from adapter_store.errors import AdapterInvalid, AdapterNotFound, StoreFull
+from model_runner.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+)
+from model_runner.scheduling.sequence import Sequence
+
+
+def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCode, str] | None:
+    """What is wrong with a request as such, for a model of this vocabulary and length; None if
+    nothing is."""
+    s, ids = request.sampling, request.token_ids
+    problem = s.problem()
+    if problem:
+        return ErrorCode.BAD_REQUEST, problem
+    if not ids:
+        return ErrorCode.BAD_REQUEST, "the prompt is empty"
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab_size:
+            return ErrorCode.BAD_REQUEST, f"token id {i!r:.40} is not in 0..{vocab_size - 1}"
+    if any(i >= vocab_size for i in s.stop_ids):
+        return ErrorCode.BAD_REQUEST, f"stop_ids must be below {vocab_size}"
+    if not request.weight > 0:
+        return ErrorCode.BAD_REQUEST, f"weight must be above 0, not {request.weight}"
+    if len(ids) >= max_len:
+        return (
+            ErrorCode.PROMPT_TOO_LONG,
+            f"the prompt has {len(ids)} tokens; {max_len - 1} are possible",
+        )
+    return None
+
+
+def adapter_error(error: Exception) -> tuple[ErrorCode, str]:
+    """What a request is told when its adapter cannot be had."""
+    codes = (
+        (AdapterNotFound, ErrorCode.ADAPTER_NOT_FOUND),
+        (AdapterInvalid, ErrorCode.ADAPTER_INVALID),
+        (StoreFull, ErrorCode.ADAPTER_TOO_LARGE),
+    )
+    return next(
+        (code for kind, code in codes if isinstance(error, kind)), ErrorCode.ADAPTER_UNAVAILABLE
+    ), str(error)
+
+
+def make_news(
+    life: Sequence,
+    tokens: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...],
+    reason: FinishReason | None = None,
+    error: tuple[ErrorCode, str] | None = None,
+) -> RequestOutput:
+    return RequestOutput(
+        life.request.request_id,
+        life.index,
+        tokens,
+        logprobs,
+        reason,
+        error[0] if error else None,
+        error[1] if error else "",
+        life.prompt_len,
+        max(0, life.num_cached_tokens),
+        life.num_output,
+    )
+
+
+def make_end(request: Request, index: int, reason: FinishReason) -> RequestOutput:
+    return RequestOutput(
+        request.request_id, index, finish_reason=reason, num_prompt_tokens=len(request.token_ids)
+    )
+
+
+def make_failure(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
+    return dataclasses.replace(
+        make_end(request, index, FinishReason.ERROR), error_code=code, error=why
+    )
