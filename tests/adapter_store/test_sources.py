@@ -16,10 +16,8 @@ from adapter_store.sources.s3 import S3Source, _failed_check, _Object
 from adapter_store.sources.source import S3Options
 from tests.adapter_store.tiny_adapters import write_peft_folder
 from tests.s3_server import (
-    ACCESS_KEY,
     READER_KEY,
     READER_SECRET,
-    SECRET_KEY,
     Relay,
     S3Server,
     start_s3_server,
@@ -47,8 +45,8 @@ def options(server: S3Server, endpoint_url: str = "") -> S3Options:
     return S3Options(
         endpoint_url=endpoint_url or server.endpoint_url,
         region="us-east-1",
-        access_key=ACCESS_KEY,
-        secret_key=SECRET_KEY,
+        access_key=server.access_key,
+        secret_key=server.secret_key,
         part_bytes=1 << 20,
         connect_timeout_s=2,
         read_timeout_s=1,
@@ -231,8 +229,8 @@ def test_s3_without_keys_says_so(
     bare = S3Options(endpoint_url=s3.endpoint_url)
     with pytest.raises(AdapterUnavailable, match="NoCredentialsError"):
         S3Source(bare).revision(ref_to("s3://tenants/a"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
     assert S3Source(bare).revision(ref_to("s3://tenants/a")).startswith("s3-")
 
 

@@ -35,7 +35,7 @@ from tests.adapter_store.tiny_adapters import (
     read_slot,
     write_peft_folder,
 )
-from tests.s3_server import ACCESS_KEY, SECRET_KEY, Relay, S3Server, start_s3_server
+from tests.s3_server import Relay, S3Server, start_s3_server
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
@@ -174,7 +174,7 @@ def test_one_fetch_for_many_waiters(bench: Bench, s3: S3Server) -> None:
     s3.put_folder("tenants", "shared", Path(ref.uri))
     relay = Relay(s3.port)
     try:
-        store = bench.store(s3=s3_options(relay.endpoint_url), fresh_s=60)
+        store = bench.store(s3=s3_options(s3, relay.endpoint_url), fresh_s=60)
         refs = [AdapterRef(f"tenant-{i % 5}", "s3://tenants/shared") for i in range(50)]
         for i, one in enumerate(refs):
             store.prefetch(one)
@@ -267,9 +267,9 @@ def test_rank_limit_holds_for_what_another_engine_packed(bench: Bench) -> None:
 
 
 def test_s3_errors_reach_the_waiters(bench: Bench, s3: S3Server) -> None:
-    store = bench.store(s3=s3_options(s3.endpoint_url))
+    store = bench.store(s3=s3_options(s3, s3.endpoint_url))
     assert isinstance(fails(store, AdapterRef("x", "s3://tenants/none")), AdapterNotFound)
-    wrong = bench.store(s3=replace(s3_options(s3.endpoint_url), secret_key="wrong"))
+    wrong = bench.store(s3=replace(s3_options(s3, s3.endpoint_url), secret_key="wrong"))
     error = fails(wrong, AdapterRef("x", "s3://tenants/none"))
     assert isinstance(error, AdapterUnavailable) and "SignatureDoesNotMatch" in str(error)
 
@@ -462,7 +462,7 @@ def test_known_content_survives_a_source_that_is_away(bench: Bench, s3: S3Server
     s3.put_folder("tenants", "away", folder)
     ref = AdapterRef("away", "s3://tenants/away")
     relay = Relay(s3.port)
-    store = bench.store(s3=replace(s3_options(relay.endpoint_url), attempts=1))
+    store = bench.store(s3=replace(s3_options(s3, relay.endpoint_url), attempts=1))
     first = use(store, ref)
     relay.close()
     again = use(store, ref)
@@ -660,12 +660,12 @@ def test_random_lives_never_touch_each_other(bench: Bench) -> None:
     assert store.stats().evictions > 3
 
 
-def s3_options(endpoint_url: str) -> S3Options:
+def s3_options(server: S3Server, endpoint_url: str) -> S3Options:
     return S3Options(
         endpoint_url=endpoint_url,
         region="us-east-1",
-        access_key=ACCESS_KEY,
-        secret_key=SECRET_KEY,
+        access_key=server.access_key,
+        secret_key=server.secret_key,
         attempts=2,
     )
 
