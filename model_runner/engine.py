@@ -78,6 +78,7 @@ class Engine:
             self.dtype,
             self.device,
             config.max_lora_rank,
+            watched=self.model.seldom_targets,
         )
         cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
         self._host_cache = HostCache(cache_dir, config.host_cache_bytes)
@@ -101,6 +102,7 @@ class Engine:
             max_len=self.max_len,
             use_graphs=config.cuda_graphs and not on_cpu,
             deterministic=config.deterministic,
+            seldom_slots=self.arena.watched_slots,
         )
         self.scheduler = Scheduler(
             config.max_num_seqs,
