@@ -236,6 +236,7 @@ def _shrink_kernel(
     r = tl.arange(0, BLOCK_R)
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     r_live = r < rank
+    r_kept = r < max_rank  # the others get zeros: so wide stores and loads of z are possible
     k_live = k < in_features
     a_ptr = memory_ptr + start
     z_row = (part * SPLITS + split).to(tl.int64) * num_rows
@@ -254,7 +255,7 @@ def _shrink_kernel(
             x = tl.load(x_ptrs, mask=live[:, None] & k_live[None, :], other=0.0)
         z = tl.dot(x, tl.trans(a), input_precision="ieee")
         z_ptrs = z_ptr + (z_row + row)[:, None] * max_rank + r[None, :]
-        tl.store(z_ptrs, z, mask=live[:, None] & r_live[None, :])
+        tl.store(z_ptrs, z, mask=live[:, None] & r_kept[None, :])
     else:
         row = first.to(tl.int64)
         a_ptrs = a_ptr + r.to(tl.int64)[:, None] * in_features + k[None, :]
@@ -266,7 +267,7 @@ def _shrink_kernel(
             a = tl.load(a_ptrs, mask=r_live[:, None] & k_live[None, :], other=0.0)
             x = tl.load(x_ptrs, mask=k_live, other=0.0)
         z = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-        tl.store(z_ptr + (z_row + row) * max_rank + r, z, mask=r_live)
+        tl.store(z_ptr + (z_row + row) * max_rank + r, z, mask=r_kept)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -311,12 +312,14 @@ def _expand_kernel(
         return
     r = tl.arange(0, BLOCK_R)
     r_live = r < rank
+    r_kept = r < max_rank
     b = tl.load(
         memory_ptr + start
         + r.to(tl.int64)[:, None] * out_features + n[None, :],
         mask=r_live[:, None] & n_live[None, :],
         other=0.0,
     )  # fmt: skip
+    s = tl.arange(0, BLOCK_S)
     z_row = (part * SPLITS).to(tl.int64) * num_rows
     if GROUPED:
         m = tl.arange(0, BLOCK_M)
@@ -325,15 +328,16 @@ def _expand_kernel(
         y_ptrs = y_ptr + row[:, None] * y_stride + n[None, :]
         y_mask = live[:, None] & n_live[None, :]
         y = tl.load(y_ptrs, mask=y_mask, other=0.0)
-        z_mask = live[:, None] & r_live[None, :]
-        z_ptrs = z_ptr + (z_row + row)[:, None] * max_rank + r[None, :]
-        z = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        z_ptrs = z_ptr + (z_row + s.to(tl.int64)[:, None] * num_rows + row[None, :]) * max_rank
+        z_mask = (s < SPLITS)[:, None] & live[None, :]
+        z_mask = z_mask[:, :, None] & r_kept[None, None, :]
         if OVERLAP:
             gdc_wait()
-        # Past the L1: the shrink may have run on another multiprocessor while this program did.
-        for _ in range(SPLITS):
-            z += tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg")
-            z_ptrs += num_rows.to(tl.int64) * max_rank
+        # Past the L1, which may be older than what the shrink wrote while this program ran.
+        z = tl.load(
+            z_ptrs[:, :, None] + r[None, None, :], mask=z_mask, other=0.0, cache_modifier=".cg"
+        )
+        z = tl.sum(z, 0)
         acc = tl.dot(z.to(b.dtype), b, input_precision="ieee")
         if WEIGHTED:
             acc *= tl.load(weights_ptr + row, mask=live, other=0.0)[:, None]
@@ -346,9 +350,8 @@ def _expand_kernel(
         weight = 1.0
         if WEIGHTED:
             weight = tl.load(weights_ptr + row)
-        s = tl.arange(0, BLOCK_S)
         z_ptrs = z_ptr + (z_row + row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
-        z_mask = (s < SPLITS)[:, None] & r_live[None, :]
+        z_mask = (s < SPLITS)[:, None] & r_kept[None, :]
         if OVERLAP:
             gdc_wait()
         z = tl.sum(tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg"), 0)
