@@ -17,7 +17,7 @@ from kernels.lora_decode import DecodeTiles
 from kernels.lora_tables import LoraTables
 from kernels.moe_gate import build_worklist
 from tests.kernels.mutant import mutant
-from tests.kernels.test_fused_moe_lora import E, K, RANKS, batch, dense_delta, poison, tables_of
+from tests.kernels.test_fused_moe_lora import RANKS, E, K, batch, dense_delta, poison, tables_of
 
 pytestmark = pytest.mark.interp
 # Several programs a row on both sides, and a last one that is not full.
