@@ -47,6 +47,7 @@ class AdapterArena:
     Units:   offsets and strides in elements; an offset of -1 and a rank of 0 mean no delta
     num_bytes is rounded down, max_rank up to what memory holds (multiples of 256 and 8).
     copy_stream  CUDA only: where copies run, None = a stream of its own
+    watched      targets;  watched_slots  the slots whose shown adapter changes one of them
     All six tensors keep their addresses as long as the arena lives.
     """
 
@@ -59,8 +60,11 @@ class AdapterArena:
         device: str | torch.device = "cpu",
         max_rank: int = 64,
         copy_stream: Any = None,
+        watched: Sequence[int] = (),
     ) -> None:
         self.targets = tuple(targets)
+        self.watched_slots: set[int] = set()
+        self._watched = torch.tensor(tuple(watched), dtype=torch.int64)  # [targets watched]
         self.num_slots = num_slots
         self.num_bytes = num_bytes // ALIGN_BYTES * ALIGN_BYTES
         self.dtype = dtype
@@ -133,12 +137,16 @@ class AdapterArena:
         for table, column in zip(self._host_views, columns, strict=True):
             table[:, slot] = column
         self._changed.add(slot)
+        self.watched_slots.discard(slot)
+        if (rows.lora_rank[self._watched] > 0).any():
+            self.watched_slots.add(slot)
 
     def clear(self, slot: int) -> None:
         """Let the tables name nothing in this slot, from the next `publish` on."""
         for table, fill in zip(self._host_views, (-1, -1, 0, 0, 0), strict=True):
             table[:, slot] = fill
         self._changed.add(slot)
+        self.watched_slots.discard(slot)
 
     def publish(self, stream: Any = None) -> bool:
         """Send changed tables to the device; whether they are all sent.

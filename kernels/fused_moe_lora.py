@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.lora_decode import add_pairs
+from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist, slot_groups
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
@@ -32,14 +34,18 @@ GATHER_ROWS = 128
 def moe_lora(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slot_of_token: Tensor,
     work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None,
-    deterministic: bool = False,
+    deterministic: bool = False, num_experts: int = 0,
 ) -> None:  # fmt: skip
     """Add to each (token, expert) row the delta of the token's adapter for that expert, in place.
 
     Shapes:  y [T·K, out] (written);  x [T, in], or [T·K, in] if x_rows_per_pair;
              ids [T, K] int32, -1 = no expert here;  slot_of_token [T] int32, -1 = base;
              weights [T, K] fp32 or None
-    target   row of the tables;  work  pairs by (slot, expert) (None on a CPU: made from the slots)
+    target   row of the tables
+    work     pairs by (slot, expert): the four operations below. None: the kernels of
+             lora_decode.py, which need none and serve as many rows as its `pairs_suffice` allows
+             (on a CPU: made from the slots)
+    num_experts  ids from here on have no expert either; must be given without work
     weights  the router weights, for down: y has them already, the delta gets them here, once
     deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
     Rows of base tokens, of pairs without an expert, and of slots without this target keep all bits.
@@ -48,10 +54,13 @@ def moe_lora(
     """
     if not use_triton(x):
         moe_lora_reference(
-            y, x, tables, target, ids, slot_of_token, work, x_rows_per_pair, weights, deterministic
-        )
+            y, x, tables, target, ids, slot_of_token, work, x_rows_per_pair, weights, deterministic,
+            num_experts,
+        )  # fmt: skip
         return
-    assert work is not None, "the Triton kernels need a worklist"
+    if work is None:
+        add_pairs(y, x, tables, target, ids, slot_of_token, num_experts, x_rows_per_pair, weights)
+        return
     x_div = 1 if x_rows_per_pair else ids.shape[1]
     add_lora((y,), x, tables, (target,), work, x_div, weights, deterministic)
 
@@ -59,7 +68,7 @@ def moe_lora(
 def moe_lora_reference(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slot_of_token: Tensor,
     work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None,
-    deterministic: bool = False,
+    deterministic: bool = False, num_experts: int = 0,
 ) -> None:  # fmt: skip
     """The same in torch, slot by slot: factors of slots that are not in use are never read."""
     top_k = ids.shape[1]
@@ -203,13 +212,15 @@ def _shrink_kernel(
     slot = tl.load(segment)
     expert = tl.load(segment + 1).to(tl.int64)
     at = _pick(part, target_0, target_1, target_2) * num_slots + slot
-    a_off = tl.load(a_off_ptr + at)
+    # Factors start on 16 bytes and a rank is a multiple of 8. Unless the compiler is told so, it
+    # reads them two bytes at a time.
+    a_off = tl.multiple_of(tl.load(a_off_ptr + at), 8)
     # Lanes past the adapter's own rank lie in the next expert's rows, or in another adapter.
     rank = tl.minimum(tl.load(rank_ptr + at), max_rank)
     r_live = r < rank
     if (a_off < 0) | (tl.load(b_off_ptr + at) < 0) | (tl.min(r, 0) >= rank):
         return
-    a_ptr = memory_ptr + a_off + expert * tl.load(a_stride_ptr + at)
+    a_ptr = memory_ptr + a_off + expert * tl.multiple_of(tl.load(a_stride_ptr + at), 8)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     row = tl.load(rows_ptr + tl.load(segment + 2) + m, mask=live, other=0).to(tl.int64)
@@ -268,11 +279,11 @@ def _expand_kernel(
     slot = tl.load(segment)
     expert = tl.load(segment + 1).to(tl.int64)
     at = target * num_slots + slot
-    b_off = tl.load(b_off_ptr + at)
+    b_off = tl.multiple_of(tl.load(b_off_ptr + at), 8)
     rank = tl.minimum(tl.load(rank_ptr + at), max_rank)
     if (b_off < 0) | (tl.load(a_off_ptr + at) < 0) | (rank <= 0):
         return
-    b_ptr = memory_ptr + b_off + expert * tl.load(b_stride_ptr + at)
+    b_ptr = memory_ptr + b_off + expert * tl.multiple_of(tl.load(b_stride_ptr + at), 8)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     row = tl.load(rows_ptr + tl.load(segment + 2) + m, mask=live, other=0).to(tl.int64)
@@ -343,7 +354,7 @@ def _cases() -> Iterator[Case]:
     def case(
         name: str, tokens: int, top_k: int, experts: int, in_: int, out: int, ranks: list[int],
         down: bool = False, shared: bool = False, deterministic: bool = False, max_rank: int = 0,
-        small: bool = True,
+        small: bool = True, decode: bool = False,
     ) -> Case:  # fmt: skip
         def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
             g = torch.Generator().manual_seed(seed)
@@ -365,10 +376,13 @@ def _cases() -> Iterator[Case]:
                 "target": len(ranks) % 2,
                 "ids": ids,
                 "slot_of_token": slots,
-                "work": build_worklist(ids, slots, experts, len(ranks), block_m),
+                "work": None
+                if decode
+                else build_worklist(ids, slots, experts, len(ranks), block_m),
                 "x_rows_per_pair": down,
                 "weights": weights if down else None,
                 "deterministic": deterministic,
+                "num_experts": experts,
             }
 
         return Case(name, make, small)
@@ -380,6 +394,20 @@ def _cases() -> Iterator[Case]:
     yield case("large_rank", 5, 1, 2, 96, 40, [100, 8], max_rank=128)
     yield case("one", 2, 1, 1, 16, 16, [8])
     yield case("crowded", 60, 2, 2, 128, 64, [8, 32], down=True)
+    yield case("decode_gate_up_odd", 9, 2, 5, 77, 70, [4, 16, 0, 8], decode=True)
+    yield case("decode_down_odd", 9, 2, 5, 333, 70, [4, 16, 0], down=True, decode=True)
+    yield case("decode_shared_a", 6, 2, 3, 64, 48, [8, 16], shared=True, decode=True)
+    yield case("decode_wide_rank", 5, 1, 2, 96, 40, [40, 8], max_rank=64, decode=True)
+    yield case("decode_one", 2, 1, 1, 16, 16, [8], decode=True)
+    yield case("decode_even", 6, 4, 8, 256, 128, [32, 8, 32], down=True, decode=True)
+    for tokens in (1, 8, 32):
+        name, ranks = f"gpt_oss_{tokens}", [32] * 8
+        yield case(
+            f"decode_gate_up_{name}", tokens, 4, 32, 2880, 5760, ranks, small=False, decode=True
+        )
+        yield case(
+            f"decode_down_{name}", tokens, 4, 32, 2880, 2880, ranks, True, small=False, decode=True
+        )
     for tokens in (1, 8, 32, 1600):
         name, ranks = f"gpt_oss_{tokens}", [32] * 8
         yield case(f"gate_up_{name}", tokens, 4, 32, 2880, 5760, ranks, small=False)
@@ -431,6 +459,14 @@ def _aot() -> Iterator[AotSpec]:
         yield from aot_specs(f"gate_up_{name}", rows, 2880, outs, rank, block_m, 4, False)
         yield from aot_specs(f"down_{name}", rows, 2880, (2880,), rank, block_m, 1, True)
     yield from aot_specs("down_deterministic", 128, 2880, (2880,), 32, 16, 1, True, True)
+    for rows, rank in ((4, 32), (128, 32), (4, 64), (128, 64)):
+        name = f"{rows}_r{rank}"
+        yield from decode_aot_specs(
+            f"decode_gate_up_{name}", rows, 2880, (5760,), rank, 4, 4, False, False
+        )
+        yield from decode_aot_specs(
+            f"decode_down_{name}", rows, 2880, (2880,), rank, 4, 1, True, False
+        )
 
 
 def factor_bytes(tables: LoraTables, target: int, in_: int, out: int, pairs: Tensor) -> int:

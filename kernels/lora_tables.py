@@ -18,6 +18,7 @@ class LoraTables:
              a_stride, b_stride [N, L] int64, elements from one expert to the next, 0 = shared by
              all experts;
              lora_rank [N, L] int32, a multiple of 8 (padded rows are zero), 0 = no delta.
+    Offsets and strides are multiples of 8 elements: kernels read 16 bytes at a time.
     N is the number of targets, L of slots. A factor is rank-major: A[e] [r, in], B[e] [r, out],
     alpha/r folded into B.
     max_rank is the largest rank that may be loaded: what buffers are sized by.

@@ -66,6 +66,7 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
         dtype,
         device,
         config.max_lora_rank,
+        watched=model.seldom_targets,
     )
     cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
     host_cache = HostCache(cache_dir, config.host_cache_bytes)
@@ -88,6 +89,7 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
         max_len=max_len,
         use_graphs=config.cuda_graphs and not on_cpu,
         deterministic=config.deterministic,
+        seldom_slots=arena.watched_slots,
     )
     scheduler = Scheduler(
         config.max_num_seqs,

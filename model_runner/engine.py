@@ -395,8 +395,11 @@ class Engine:
         lengths = sorted({n for n in (2**k for k in range(20)) if n < most} | {most})
         cached, self.pool.prefix_cache = self.pool.prefix_cache, False
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        # As if the base model's rows changed seldom targets: their kernels are to be compiled too.
+        self.arena.watched_slots.add(-1)
         for number, length in enumerate(lengths):
             self.generate([Request(f"warm-{number}", (1,) * length, sampling)])
+        self.arena.watched_slots.discard(-1)
         self.pool.prefix_cache = cached
         self._counts.clear()
         self._finished.clear()

@@ -1,6 +1,8 @@
-"""Whole-step CUDA graphs for decode, one for each padded batch size. Mixed steps run eagerly.
+"""Whole-step CUDA graphs for decode, two for each padded batch size (with LoRA on every target, and
+without the seldom ones).
 
-A graph reads one static device copy of a `HostBuffer`: replaying is one copy and one launch.
+Mixed steps run eagerly. A graph reads one static device copy of a `HostBuffer`: replaying is one
+copy and one launch.
 """
 
 from collections.abc import Callable
@@ -35,15 +37,18 @@ class DecodeGraphs:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pool: Any = None
 
     def fit(self, rows: int) -> int | None:
         """The smallest captured size that holds `rows`, or None."""
-        return next((s for s in self.sizes if s >= rows and s in self._captured), None)
+        return next((s for s in self.sizes if s >= rows and (s, True) in self._captured), None)
 
-    def capture(self, size: int, buffer: HostBuffer, step: StepFn) -> None:
-        """Run `step` eagerly until its kernels are compiled, then capture it."""
+    def capture(self, size: int, buffer: HostBuffer, step: StepFn, seldom: bool = True) -> None:
+        """Run `step` eagerly until its kernels are compiled, then capture it.
+
+        seldom  it adds the LoRA of seldom targets
+        """
         for name, view in buffer.view.items():
             view[...] = -1 if name.startswith(("slot_of_token", "sources", "write_idx")) else 0
         buffer.view["seq_lens"][:] = 1
@@ -62,12 +67,12 @@ class DecodeGraphs:
         with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool):
             logits, tokens = step(views)
         self._pool = self._pool or graph.pool()
-        self._captured[size] = _Captured(graph, memory, logits, tokens)
+        self._captured[size, seldom] = _Captured(graph, memory, logits, tokens)
 
-    def replay(self, size: int, buffer: HostBuffer) -> tuple[Tensor, Tensor]:
+    def replay(self, size: int, buffer: HostBuffer, seldom: bool = True) -> tuple[Tensor, Tensor]:
         """Copy the columns in and run. The results are overwritten by the next replay of any
         size."""
-        captured = self._captured[size]
+        captured = self._captured[size, seldom]
         captured.memory.copy_(buffer.memory, non_blocking=True)
         captured.graph.replay()
         return captured.logits, captured.tokens

@@ -5,12 +5,14 @@ stay on the device.
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from kernels.lora_decode import tokens_suffice
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist
 from kernels.op import use_triton
@@ -67,6 +69,8 @@ class ModelRunner:
 
     caches  by layer, see ForwardContext;  lora  None when the engine has no slots;  masks  token
             masks by name
+    seldom_slots  slots whose adapter changes one of `Decoder.seldom_targets`; read at every launch,
+                  None = any may
     """
 
     def __init__(
@@ -82,10 +86,12 @@ class ModelRunner:
         max_len: int,
         use_graphs: bool,
         deterministic: bool = False,
+        seldom_slots: AbstractSet[int] | None = None,
     ) -> None:
         self.model, self.device, self.masks = model, device, dict[str, TokenMask]()
         self._layout, self._caches, self._lora = layout, caches, lora
         self._page_tokens, self._max_len, self._deterministic = page_tokens, max_len, deterministic
+        self._seldom_slots, self._seldom = seldom_slots, True
         self._columns = -(-max_len // page_tokens)
         groups = len(layout.groups)
         self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
@@ -104,10 +110,17 @@ class ModelRunner:
         """Compile everything and capture every graph, so that no request pays for it. Does nothing
         on a CPU."""
         if self._graphs is not None:
+            both = self._lora is not None and self._seldom_slots is not None
+            kinds = (True, False) if both else (True,)
             for size in self._graphs.sizes:
                 shape = self._decode_shape(size)
                 buffer = HostBuffer(shape, pinned=True)
-                self._graphs.capture(size, buffer, partial(self._decode_step, shape=shape))
+                for seldom in kinds:
+                    self._seldom = seldom
+                    self._graphs.capture(
+                        size, buffer, partial(self._decode_step, shape=shape), seldom
+                    )
+            self._seldom = True
 
     @torch.inference_mode()
     def launch(
@@ -119,6 +132,11 @@ class ModelRunner:
                 position's logits are wanted
         """
         self._step += 1
+        self._seldom = (
+            self._seldom_slots is None
+            or self._lora is None
+            or not self._seldom_slots.isdisjoint(batch.slots)
+        )
         sample_rows = tuple(s for s, row in enumerate(batch.samples) if row is not None)
         decode = all(count == 1 for count in batch.num_tokens) and not scored
         size = self._graphs.fit(len(batch.seq_ids)) if decode and self._graphs is not None else None
@@ -156,7 +174,7 @@ class ModelRunner:
         buffer = self._ring_buffer(self._decode_shape(size))
         fill_decode(buffer, self._tables, batch, self._page_tokens, self._columns)
         self._hit_steps += 1
-        return self._graphs.replay(size, buffer)
+        return self._graphs.replay(size, buffer, self._seldom)
 
     def _run_decode(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
         columns = -(-(max(batch.starts) + 1) // self._page_tokens)
@@ -236,7 +254,9 @@ class ModelRunner:
         slots, work, logit_work = views["slot_of_token"], None, None
         if self._lora is not None:
             work = self._slot_work(slots)
-            logit_work = work if decode else self._slot_work(slots[views["logit_rows"]])
+            logit_work = (
+                work if decode or not self._seldom else self._slot_work(slots[views["logit_rows"]])
+            )
         groups = range(len(self._layout.groups))
         return ForwardContext(
             positions=views["positions"],
@@ -256,10 +276,13 @@ class ModelRunner:
             logit_slot_work=logit_work,
             experts_hit=experts_hit,
             deterministic=self._deterministic,
+            seldom_lora=self._seldom,
         )
 
-    def _slot_work(self, slots: Tensor) -> Worklist:
+    def _slot_work(self, slots: Tensor) -> Worklist | None:
         assert self._lora is not None
+        if use_triton(slots) and tokens_suffice(len(slots), self._lora):
+            return None
         block_m = slot_block_m(len(slots)) if use_triton(slots) else max(1, len(slots))
         return build_worklist(None, slots, 1, self._lora.num_slots, block_m)
 

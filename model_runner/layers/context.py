@@ -32,10 +32,13 @@ class ForwardContext:
                 launch sizes, host integers
     caches      by layer: (k [P, C, G, D], v [P, C, G, D]);  group_of_layer  which of `groups` a
                 layer writes to
-    slot_work   tokens grouped by adapter slot, for plain linears;  logit_slot_work  the same over
-                logit_rows
+    slot_work   tokens grouped by adapter slot, for plain linears (None: few tokens, each by
+                itself);
+                logit_slot_work  the same over logit_rows
     experts_hit  if a list, MoE layers append their chosen expert ids [T, K] to it (statistics)
     deterministic  LoRA products sum in a fixed order
+    seldom_lora  whether an adapter of this step changes the embedding, a router or the head: else
+                 their kernels are left out
     lora        None only if the engine has no adapter slots at all: base and mixed batches run the
                 same kernels
     """
@@ -55,3 +58,4 @@ class ForwardContext:
     logit_slot_work: Worklist | None = None
     experts_hit: list[Tensor] | None = None
     deterministic: bool = False
+    seldom_lora: bool = True

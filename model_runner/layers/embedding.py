@@ -19,6 +19,6 @@ class Embedding:
     def __call__(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """token_ids [T] -> [T, H]"""
         y = embedding(token_ids, self.weight)  # [T, H]
-        if ctx.lora is not None and self.target >= 0:
+        if ctx.lora is not None and ctx.seldom_lora and self.target >= 0:
             embedding_lora(y, token_ids, ctx.lora, self.target, ctx.slot_of_token, len(self.weight))
         return y

@@ -16,6 +16,8 @@ class Linear:
     """y = x W^T + b, plus each token's LoRA.
 
     Shapes:  weight [out, in];  bias [out] or None
+    seldom   hardly any adapter changes it: steps whose adapters do not, skip its LoRA
+             (ForwardContext.seldom_lora)
     slices   one (target, first row, end row) for each LoRA target that lies in this weight; target
              -1 cannot be adapted
     """
@@ -23,6 +25,7 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
     slices: tuple[tuple[int, int, int], ...] = ()
+    seldom: bool = False
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x [T, in] -> [T, out]"""
@@ -32,7 +35,7 @@ class Linear:
         """The same for rows other than the step's tokens: `slots` [rows] and `work` belong to the
         rows of x."""
         y = linear(x, self.weight, self.bias)  # [T, out]
-        if ctx.lora is not None and self.slices:
+        if ctx.lora is not None and self.slices and (ctx.seldom_lora or not self.seldom):
             if len(self.slices) == 1:
                 target, first, end = self.slices[0]
                 dense_lora(y[:, first:end], x, ctx.lora, target, slots, work, ctx.deterministic)

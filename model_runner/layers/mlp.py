@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up, moe_sum
 from kernels.fused_moe_lora import moe_lora
 from kernels.gated_act import gated_act
+from kernels.lora_decode import pairs_suffice
 from kernels.moe_gate import build_worklist, moe_gate
 from kernels.op import use_triton
 from kernels.tiling import moe_block_m
@@ -56,14 +57,18 @@ class MoeMlp:
         if use_triton(x):
             block_m = moe_block_m(len(x), self.top_k, self.num_experts)
             work = build_worklist(ids, None, self.num_experts, 0, block_m)
-            if lora is not None:
+            if lora is not None and not pairs_suffice(ids.numel(), lora):
                 lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
         y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
-        fixed = ctx.deterministic
+        fixed, experts = ctx.deterministic, self.num_experts
         if lora is not None:
-            moe_lora(y, x, lora, self.gate_up_target, ids, slots, lora_work, False, None, fixed)
+            moe_lora(
+                y, x, lora, self.gate_up_target, ids, slots, lora_work, False, None, fixed, experts
+            )
         h = gated_act(y, self.activation)  # [T K, I]
         y = moe_down(h, self.down, ids, work, weights)  # [T K, H]
         if lora is not None:
-            moe_lora(y, h, lora, self.down_target, ids, slots, lora_work, True, weights, fixed)
+            moe_lora(
+                y, h, lora, self.down_target, ids, slots, lora_work, True, weights, fixed, experts
+            )
         return moe_sum(y, self.top_k)  # [T, H]

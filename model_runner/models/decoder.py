@@ -80,7 +80,15 @@ class Decoder:
             if c.tied_embeddings
             else reader.read("lm_head.weight", (c.vocab_size, c.hidden_size))
         )
-        self.head = Linear(head, None, ((self._index["lm_head"], 0, c.vocab_size),))
+        self.head = Linear(head, None, ((self._index["lm_head"], 0, c.vocab_size),), seldom=True)
+
+    @property
+    def seldom_targets(self) -> tuple[int, ...]:
+        """Targets that hardly any adapter has: the embedding, the routers, the head. Indices into
+        `lora_targets`."""
+        gates = () if self.names is None else (f".{self.names.gate}",)
+        ends = ("model.embed_tokens", "lm_head", *gates)
+        return tuple(i for i, t in enumerate(self.lora_targets) if t.name.endswith(ends))
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """token_ids [T] int64 -> logits of ctx.logit_rows [Z, V] in the model's dtype."""
@@ -155,7 +163,7 @@ class Decoder:
         assert names is not None
         return MoeMlp(
             gate=self._load_linear(
-                reader, p, ((names.gate, c.num_experts),), c.hidden_size, c.gate_bias
+                reader, p, ((names.gate, c.num_experts),), c.hidden_size, c.gate_bias, seldom=True
             ),
             gate_up=names.read_gate_up(reader, p, c),
             down=names.read_down(reader, p, c),
@@ -174,6 +182,7 @@ class Decoder:
         parts: tuple[tuple[str, int], ...],
         in_features: int,
         bias: bool,
+        seldom: bool = False,
     ) -> Linear:
         """Linears that share an input, as one product; each keeps its own LoRA target."""
         weights, biases, slices, row = [], [], [], 0
@@ -184,7 +193,7 @@ class Decoder:
             slices.append((self._index[prefix + name], row, row + rows))
             row += rows
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # [out, in]
-        return Linear(weight, torch.cat(biases) if biases else None, tuple(slices))
+        return Linear(weight, torch.cat(biases) if biases else None, tuple(slices), seldom)
 
 
 def list_lora_targets(config: ModelConfig, names: NameMap | None) -> tuple[LoraTarget, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapter_store.arena import AdapterArena
+from adapter_store.arena import AdapterArena, SlotRows
 from adapter_store.packed import PackedAdapter
 from adapter_store.ref import AdapterRef
 from adapter_store.slot_table import SlotTable, Span
@@ -53,6 +53,20 @@ def test_arena_without_slots_is_empty() -> None:
     arena = AdapterArena(TARGETS, 0, 0, torch.bfloat16)
     assert arena.a_off.shape == (len(TARGETS), 0) and arena.memory.numel() == 0
     assert arena.publish()
+
+
+def test_slots_that_change_a_watched_target_are_known() -> None:
+    arena = AdapterArena(TARGETS, 2, 1 << 18, torch.float32, max_rank=12, watched=(1,))
+    none = torch.full((len(TARGETS),), -1)
+    ranks = torch.zeros(len(TARGETS), dtype=torch.int32)
+    ranks[0] = 8
+    arena.show(0, SlotRows(none, none, none, none, ranks))
+    assert not arena.watched_slots
+    ranks[1] = 8
+    arena.show(1, SlotRows(none, none, none, none, ranks))
+    assert arena.watched_slots == {1}
+    arena.clear(1)
+    assert not arena.watched_slots
 
 
 @pytest.mark.parametrize("device", DEVICES)

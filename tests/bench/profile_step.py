@@ -45,8 +45,11 @@ def fill(
         engine.step()
 
 
-def measure(engine: Engine, steps: int) -> tuple[float, Counter[str], Counter[str]]:
-    """Wall ms a step; kernel us and launches a step by name."""
+def measure(engine: Engine, steps: int) -> tuple[float, float, Counter[str], Counter[str]]:
+    """Wall ms a step; ms a step in which any kernel ran; kernel us and launches a step by name.
+
+    Kernels may overlap: then their own times add up to more than the second figure.
+    """
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(steps):
@@ -58,11 +61,15 @@ def measure(engine: Engine, steps: int) -> tuple[float, Counter[str], Counter[st
             engine.step()
         torch.cuda.synchronize()
     spent, launches = Counter[str](), Counter[str]()
-    for event in profile.events():
+    busy, end = 0.0, 0.0
+    for event in sorted(profile.events(), key=lambda e: e.time_range.start):
         if event.device_type == torch.autograd.DeviceType.CUDA:
+            span = event.time_range
+            busy += max(0.0, span.end - max(end, span.start)) / steps
+            end = max(end, span.end)
             spent[event.name] += event.device_time_total / steps
             launches[event.name] += 1 / steps
-    return wall, spent, launches
+    return wall, busy / 1e3, spent, launches
 
 
 def main() -> None:
@@ -106,12 +113,11 @@ def main() -> None:
         for count in map(int, args.concurrency.split(",")):
             for kind in ([None], refs):
                 fill(engine, count, list(kind), args)
-                wall, spent, launches = measure(engine, args.steps)
+                wall, busy, spent, launches = measure(engine, args.steps)
                 total, number = sum(spent.values()) / 1e3, sum(launches.values())
                 label = "adapters" if kind[0] else "base"
                 print(
-                    f"== c={count} {label}: {wall:.2f} ms a step, {total:.2f} ms of kernels,"
-                    f" {number:.0f} launches"
+                    f"== c={count} {label}: {wall:.2f} ms a step, {busy:.2f} ms busy, {total:.2f} ms of kernels, {number:.0f} launches"
                 )
                 for name, us in spent.most_common(args.top):
                     print(f"  {us:8.1f} us  {launches[name]:6.1f} x  {name[:110]}")

@@ -102,14 +102,17 @@ def test_the_fixed_order_gives_the_same() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("live = m < count", "live = m < BLOCK_M // 2", id="2_rows_of_other_slots"),
+        pytest.param("live = m < count",
+                     "live = m < tl.minimum(BLOCK_M // 2, num_rows - tl.load(segment + 2))",
+                     id="2_rows_of_other_slots"),
         pytest.param("row = tl.load(rows_ptr + tl.load(segment + 2) + m, mask=live, other=0)",
                      "row = tl.load(segment + 2) + m", id="9_sorted_order"),
         pytest.param("acc *= tl.load(weights_ptr", "acc *= 0.5 + tl.load(weights_ptr",
                      id="10_router_weight_once"),
         pytest.param("r_live = r < rank", "r_live = r < max_rank", id="11_rank_lanes"),
         pytest.param("* num_slots + slot", "* num_slots + slot * 0", id="another_slot"),
-        pytest.param("expert * tl.load(a_stride_ptr + at)", "expert", id="expert_stride"),
+        pytest.param("expert * tl.multiple_of(tl.load(a_stride_ptr + at), 8)", "expert",
+                     id="expert_stride"),
     ],
 )  # fmt: skip
 def test_deltas_with_a_guard_reversed_fail(old: str, new: str, tmp_path: Path) -> None:

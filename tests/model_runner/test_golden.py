@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import model_runner.layers.embedding as embedding_layer
 from adapter_store.ref import AdapterRef
 from model_runner.assembly import read_model_config
 from model_runner.config import EngineConfig
@@ -90,6 +91,31 @@ def test_logits_match_and_refusals_are_refused(model: Path, mode: str) -> None:
         assert found[case.id].shape == want.shape
         diff = (found[case.id] - want).abs().max().item()
         assert diff < MAX_ABS_DIFF, f"{case.id}: {diff}"
+
+
+def test_seldom_targets_cost_nothing_in_steps_whose_adapters_lack_them(monkeypatch) -> None:
+    cases = {c.id: c for c in CASES if c.model.name == "llama"}
+    engine = make_engine(cases["llama-base"].model)
+    calls = []
+    real = embedding_layer.embedding_lora
+    monkeypatch.setattr(
+        embedding_layer, "embedding_lora", lambda *args: (calls.append(1), real(*args))
+    )
+    names = {engine.targets[i].name for i in engine.model.seldom_targets}
+    assert names == {"model.embed_tokens", "lm_head"}
+    for name, wanted in (
+        ("base", 0),
+        ("attn_r8", 0),
+        ("embed_r4", 1),
+        ("lm_head_r4", 1),
+        ("attn_r8", 0),
+    ):
+        calls.clear()
+        case = cases[f"llama-{name}"]
+        found, _ = score_all(engine, [case])
+        assert (found[case.id] - case.logits()).abs().max() < MAX_ABS_DIFF
+        assert bool(calls) == bool(wanted), name
+    engine.close()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
