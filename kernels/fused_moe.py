@@ -385,7 +385,10 @@ def _by_blocks(x: Tensor, weight: Tensor, flat_ids: Tensor, x_div: int) -> Tenso
 def random_experts(
     num_experts: int, out: int, in_: int, kind: str, device: str, dtype: torch.dtype, seed: int
 ) -> ExpertWeights:
-    """Weights of about unit gain for cases and benchmarks; kind "dense", "bias", "mxfp4", "packed"."""
+    """Weights of about unit gain for cases and benchmarks.
+
+    kind  "dense", "bias" (dense with a bias), "mxfp4" or "packed"
+    """
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(num_experts, out, in_, generator=g) / in_**0.5  # [E, out, in]
     bias = torch.randn(num_experts, out, generator=g).bfloat16().to(device, dtype)  # [E, out]

@@ -1,16 +1,17 @@
-"""MXFP4 experts re-arranged once at load, so that unpacking costs Hopper about two operations a value.
+"""MXFP4 experts re-arranged once at load: unpacking then costs Hopper about two operations a value.
 
-Here: the arrangement (`pack_mxfp4`, `unpack_mxfp4`) and the grouped product that reads it. Not here: which
-experts take it, and the product with weights as a checkpoint has them (fused_moe.py).
+Here: the arrangement (`pack_mxfp4`, `unpack_mxfp4`) and the grouped product that reads it. Not
+here: which experts take it, and the product with weights as a checkpoint has them (fused_moe.py).
 
-The plain form spends more time on unpacking than on reading. Here a 32-bit word holds eight codes such that
-a shift and a mask leave two of them as the sign, exponent and first mantissa bit of two bf16, 2^-126 times
-their value (subnormal codes too); one packed product with the scale's bf16 pair finishes them, in the very
-register that the tensor core reads. Columns stand in chunks of 256, eight groups of 32 under one scale each,
-so a chunk feeds eight dots of depth 32. Words 2t and 2t + 1 of a row's chunk belong to columns 2t (low
-halves) and 2t + 1 (high halves) of every group: the first word to groups 0..3, the second to 4..7.
+The plain form spends more time on unpacking than on reading. Here a 32-bit word holds eight codes
+such that a shift and a mask leave two of them where two bf16 have sign, exponent and first mantissa
+bit: 2^-126 times their value, subnormal codes too. One packed product with the scale's bf16 pair
+finishes them, in the very register that the tensor core reads. Columns stand in chunks of 256,
+eight groups of 32 under one scale each, so a chunk feeds eight dots of depth 32. Words 2t and
+2t + 1 of a row's chunk belong to columns 2t (low halves) and 2t + 1 (high halves) of every group:
+the first word to groups 0..3, the second to 4..7.
 
-Weights stand on the M side (Y^T = W X^T): a tile of few tokens then wastes none of the tensor core's rows.
+Weights stand on the M side (Y^T = W X^T): a tile of few tokens wastes none of the tensor core.
 """
 
 from collections.abc import Iterator
@@ -47,8 +48,8 @@ class PackedMxfp4:
     """One projection of all experts, in the arrangement above.
 
     Shapes:  words [E, in' / 256, out, 32] int32;  scales [E, in' / 256, out] int64, a byte a group,
-             biased by 189;  in' is `in_features` rounded up to 256 (zeros);  counters [C] int32, all 0
-             between launches
+             biased by 189;  in' is `in_features` rounded up to 256 (zeros);  counters [C] int32,
+             all 0 between launches (so one stream at a time)
     """
 
     words: Tensor
@@ -66,7 +67,7 @@ class PackedMxfp4:
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
-    """Re-arrange MXFP4 weights, one expert after the other: the peak is one expert's worth above the result.
+    """Re-arrange MXFP4 weights, one expert after the other, so that little memory is needed beside.
 
     Shapes:  blocks [E, out, in / 2] uint8, scales [E, out, in / 32] uint8
     Errors:  ValueError for a scale above 2^65, which bf16 times a code could not hold.
@@ -96,14 +97,18 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
                     word |= _rotate_right(pairs[:, 4 * second + p] & _signed(mask), 32 - turn)
             words[e, :, :, second::2] = word
         pad = (0, chunks * 8 - scales.shape[2])
-        biased = torch.nn.functional.pad(scales[e] + (KEPT_BIAS - SCALE_BIAS), pad)  # [out, chunks · 8]
-        kept[e] = biased.view(out, chunks, 8).transpose(0, 1).contiguous().view(torch.int64)[..., 0]
+        biased = torch.nn.functional.pad(scales[e] + (KEPT_BIAS - SCALE_BIAS), pad)
+        biased = biased.view(out, chunks, 8).transpose(0, 1).contiguous()  # [chunks, out, 8]
+        kept[e] = biased.view(torch.int64)[..., 0]
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
     return PackedMxfp4(words, kept, counters, in_)
 
 
 def unpack_mxfp4(packed: PackedMxfp4, dtype: torch.dtype) -> Tensor:
-    """What `dequantize_mxfp4` makes of the weights before packing, bit by bit: [E, out, in] in `dtype`."""
+    """What `dequantize_mxfp4` makes of the weights before packing, bit by bit.
+
+    Result:  [E, out, in] in `dtype`
+    """
     shape = (packed.num_experts, packed.out_features, packed.in_features)
     dense = torch.empty(shape, dtype=dtype, device=packed.words.device)
     table = torch.tensor([*CODES, *(-c for c in CODES)], device=dense.device)  # [16] fp32
@@ -125,8 +130,8 @@ def unpack_mxfp4(packed: PackedMxfp4, dtype: torch.dtype) -> Tensor:
 
 
 def packed_product(
-    x: Tensor, packed: PackedMxfp4, bias: Tensor | None, num_tokens: int, num_rows: int, work: Worklist,
-    x_div: int, weights: Tensor | None, tiles: Tiles,
+    x: Tensor, packed: PackedMxfp4, bias: Tensor | None, num_tokens: int, num_rows: int,
+    work: Worklist, x_div: int, weights: Tensor | None, tiles: Tiles,
 ) -> Tensor:  # fmt: skip
     """The grouped product of fused_moe.py, on packed weights.
 
@@ -138,11 +143,12 @@ def packed_product(
     if not num_rows:
         return y
     num_segments = work.segments.shape[0]
-    num_tiles = num_segments * triton.cdiv(packed.out_features, tiles.block_n)
+    num_n = triton.cdiv(packed.out_features, tiles.block_n)
     split = tiles.split_k
-    assert split == 1 or num_tiles <= packed.counters.numel(), (num_tiles, split)
-    partial = y.new_empty(split, num_rows, packed.out_features, dtype=torch.float32) if split > 1 else x
-    _packed_kernel[(num_tiles, split)](
+    assert split == 1 or num_segments * num_n <= packed.counters.numel(), (num_segments, split)
+    parts = (split, num_rows, packed.out_features)
+    partial = y.new_empty(parts, dtype=torch.float32) if split > 1 else x
+    _packed_kernel[(num_n, num_segments, split)](
         x, packed.words, packed.scales, bias if bias is not None else x, y,
         weights if weights is not None else x, work.rows, work.segments, partial, packed.counters,
         num_segments, num_rows, x.stride(0), packed.out_features, packed.in_features,
@@ -168,7 +174,7 @@ def _signed(mask: int) -> int:
 
 
 def _write_unpack() -> str:
-    """PTX: words $8 and $9, then the scale pair of each group twice -> bf16 pairs $0..$7, one a group."""
+    """PTX: words $8 and $9, each group's scale pair twice from $10 on -> bf16 pairs $0..$7."""
     lines = ["{", ".reg .b32 a, b;"]
     for group in range(8):
         word = 8 + group // 4
@@ -197,6 +203,8 @@ _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
 _TURN_OF = tl.constexpr(tuple(pieces[0][0] for pieces in PIECES))
 _MASK_OF = tl.constexpr(tuple(pieces[0][1] for pieces in PIECES))
 _LAST_TURN = tl.constexpr(PIECES[3][1][0])
+_KEPT_BIAS = tl.constexpr(KEPT_BIAS)
+_CODE_FACTOR = tl.constexpr(2.0**126)
 _LAST_MASK = tl.constexpr(PIECES[3][1][1])
 
 
@@ -208,7 +216,7 @@ def _scale_pair(scales, GROUP_OF_WORD: tl.constexpr):
 
 @triton.jit
 def _unpack_bf16(words, scales):
-    """[N, 32] int32 words, [N] int64 scales -> the eight groups of a chunk, each [N, 32], times 2^-64.
+    """Words [N, 32] int32, scales [N] int64 -> a chunk's eight groups, each [N, 32], times 2^-64.
 
     The assembly takes two neighbouring words at a time: it relies on a thread that holds word 2t to
     hold 2t + 1 next, as every layout of a bf16 operand does (pairs are its unit).
@@ -225,20 +233,18 @@ def _unpack_bf16(words, scales):
 
 @triton.jit
 def _unpack_group(word, scales, GROUP_IDX: tl.constexpr, DTYPE: tl.constexpr):
-    """One group in plain arithmetic: [N, 16] words -> [N, 32]. For other dtypes and the interpreter."""
+    """One group in plain arithmetic, [N, 16] words -> [N, 32]: other dtypes, the interpreter."""
     P: tl.constexpr = GROUP_IDX % 4
     bits = word.to(tl.uint32, bitcast=True)
     TURN: tl.constexpr = _TURN_OF[P]
-    if TURN:
-        pair = ((bits >> TURN) | (bits << (32 - TURN))) & _MASK_OF[P]
-    else:
-        pair = bits & _MASK_OF[P]
+    turned = (bits >> TURN) | (bits << (32 - TURN)) if TURN else bits
+    pair = turned & _MASK_OF[P]
     if P == 3:
         pair |= (bits >> _LAST_TURN) & _LAST_MASK
     low = (pair << 16).to(tl.float32, bitcast=True)
     high = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
-    value = tl.reshape(tl.join(low, high), [low.shape[0], 32]) * 85070591730234615865843651857942052864.0
-    exponent = ((scales >> (8 * GROUP_IDX)) & 255).to(tl.int32) - 189
+    value = tl.reshape(tl.join(low, high), [low.shape[0], 32]) * _CODE_FACTOR
+    exponent = ((scales >> (8 * GROUP_IDX)) & 255).to(tl.int32) - _KEPT_BIAS
     return (value * tl.exp2(exponent.to(tl.float32))[:, None]).to(DTYPE)
 
 
@@ -255,7 +261,7 @@ def _unpack_any(words, scales, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_group(x_ptrs, whole, GROUP_IDX: tl.constexpr, TAIL_GROUPS: tl.constexpr):
-    """Only groups that the last chunk lacks need a mask. Dead rows read a live one: never stored."""
+    """Only groups that the last chunk lacks need a mask. Dead rows read a live one, unstored."""
     if TAIL_GROUPS == 0 or GROUP_IDX < TAIL_GROUPS:
         return tl.load(x_ptrs + GROUP_IDX * 32)
     else:
@@ -269,14 +275,16 @@ def _packed_kernel(
     X_DIV: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, TAIL_GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    # GROUP_M neighbouring segments (often one expert's) share a tile of weights in L2.
-    num_n = tl.cdiv(out_features, BLOCK_N)
-    pid = tl.program_id(0)
-    group = pid // (GROUP_M * num_n)
-    height = tl.minimum(num_segments - group * GROUP_M, GROUP_M)
-    in_group = pid - group * GROUP_M * num_n
-    segment = group * GROUP_M + in_group % height
-    pid_n = in_group // height
+    pid_n, segment = tl.program_id(0), tl.program_id(1)
+    num_n = tl.num_programs(0)
+    if GROUP_M > 1:
+        # GROUP_M neighbouring segments (often one expert's) share a tile of weights in L2.
+        pid = segment * num_n + pid_n
+        group = pid // (GROUP_M * num_n)
+        height = tl.minimum(num_segments - group * GROUP_M, GROUP_M)
+        in_group = pid - group * GROUP_M * num_n
+        segment = group * GROUP_M + in_group % height
+        pid_n = in_group // height
     count = tl.load(segments_ptr + segment * 4 + 3)
     if count == 0:
         return
@@ -294,7 +302,7 @@ def _packed_kernel(
     chunk, end = 0, num_chunks
     if SPLIT_K > 1:
         per_split = tl.cdiv(num_chunks, SPLIT_K)
-        chunk = tl.program_id(1) * per_split
+        chunk = tl.program_id(2) * per_split
         end = tl.minimum(chunk + per_split, num_chunks)
     tile = (expert * num_chunks + chunk) * out_features
     x_ptrs = x_ptr + (row // X_DIV)[None, :] * x_stride + chunk * 256 + k[:, None]
@@ -334,7 +342,7 @@ def _packed_kernel(
         # The last part to arrive adds all of them in their order, so who is last changes no bit.
         part_ptrs = partial_ptr + (first + m).to(tl.int64)[None, :] * out_features + n[:, None]
         part_size = num_rows.to(tl.int64) * out_features
-        tl.store(part_ptrs + tl.program_id(1) * part_size, acc, mask=stored)
+        tl.store(part_ptrs + tl.program_id(2) * part_size, acc, mask=stored)
         # All threads' parts must be written before one thread tells so.
         tl.debug_barrier()
         counter = counters_ptr + segment * num_n + pid_n
@@ -343,7 +351,8 @@ def _packed_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for part in tl.static_range(SPLIT_K):
             # From L2: this multiprocessor's L1 knows nothing of other programs' parts.
-            acc += tl.load(part_ptrs + part * part_size, mask=stored, other=0.0, cache_modifier=".cg")
+            ptrs = part_ptrs + part * part_size
+            acc += tl.load(ptrs, mask=stored, other=0.0, cache_modifier=".cg")
         tl.store(counter, 0)
     if x_ptr.dtype.element_ty == tl.bfloat16:
         acc *= 18446744073709551616.0  # 2^64

@@ -62,7 +62,7 @@ def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def narrow_block_m(block_m: int, num_tokens: int) -> int:
-    """The rows that a tile of at most block_m needs: an expert has no more rows than there are tokens."""
+    """The rows of block_m that a tile can fill: an expert has no more than there are tokens."""
     return min(block_m, max(8, _power_of_two(num_tokens)))
 
 
