@@ -1,7 +1,7 @@
 """The two grouped products of a mixture of experts, and the sum over a token's experts.
 
-Weights are bf16 (or fp32), or MXFP4 read as they lie in the checkpoint. Not here: the choice of
-experts
+Weights are bf16 (or fp32), MXFP4 as a checkpoint has them, or MXFP4 re-arranged for Hopper
+(mxfp4_packed.py: how a GPU serves them, prefill and decode alike). Not here: the choice of experts
 (moe_gate.py), the activation between the products (gated_act.py), adapters (fused_moe_lora.py).
 """
 
@@ -17,6 +17,13 @@ from torch import Tensor
 from kernels.lora_tables import Worklist
 from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
+from kernels.mxfp4_packed import (
+    PackedMxfp4,
+    pack_mxfp4,
+    packed_product,
+    packed_specs,
+    unpack_mxfp4,
+)
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 from kernels.tiling import gpu_name, moe_block_m, tiles_for
 
@@ -30,9 +37,8 @@ class ExpertWeights:
     """One projection of all experts.
 
     Shapes:  weight [E, out, in] in x's dtype, or blocks [E, out, in / 2] and scales [E, out, in /
-             32] uint8 (MXFP4,
-             low nibble first);  bias [E, out] or None. Rows of a fused gate_up: gate, then up. All
-             contiguous.
+             32] uint8 (MXFP4, low nibble first), or those two packed;  bias [E, out] or None. Rows
+             of a fused gate_up: gate, then up. All contiguous.
     Errors:  ValueError unless there is exactly one kind of weight.
     """
 
@@ -40,28 +46,45 @@ class ExpertWeights:
     blocks: Tensor | None = None
     scales: Tensor | None = None
     bias: Tensor | None = None
+    packed: PackedMxfp4 | None = None
 
     def __post_init__(self) -> None:
-        quantized = self.blocks is not None and self.scales is not None
-        if quantized == (self.weight is not None) or (self.blocks is None) != (self.scales is None):
-            raise ValueError("experts need either a weight, or MXFP4 blocks and scales")
+        kinds = (self.weight, self.blocks, self.packed)
+        if sum(x is not None for x in kinds) != 1 or (self.blocks is None) != (self.scales is None):
+            raise ValueError(
+                "experts need either a weight, or MXFP4 blocks and scales, or both of these packed"
+            )
+
+    def pack(self) -> "ExpertWeights":
+        """The same with MXFP4 weights packed; drop this one, or they lie in memory twice."""
+        if self.blocks is None or self.scales is None:
+            return self
+        return ExpertWeights(bias=self.bias, packed=pack_mxfp4(self.blocks, self.scales))
 
     @property
     def num_experts(self) -> int:
-        return self._rows.shape[0]
+        return self.packed.num_experts if self.packed is not None else self._rows.shape[0]
 
     @property
     def out_features(self) -> int:
-        return self._rows.shape[1]
+        return self.packed.out_features if self.packed is not None else self._rows.shape[1]
 
     @property
     def in_features(self) -> int:
+        if self.packed is not None:
+            return self.packed.in_features
         return self._rows.shape[2] * (1 if self.weight is not None else 2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[E, out, in] in `dtype`. On a CPU MXFP4 weights are unpacked once and kept."""
         if self.weight is not None:
             return self.weight.to(dtype)
+        if self.packed is not None:
+            if self.packed.words.is_cuda:
+                return unpack_mxfp4(self.packed, dtype)
+            if dtype not in self._unpacked:
+                self._unpacked[dtype] = unpack_mxfp4(self.packed, dtype)
+            return self._unpacked[dtype]
         assert self.blocks is not None and self.scales is not None
         if self.blocks.is_cuda:
             return dequantize_mxfp4(self.blocks, self.scales, dtype)
@@ -83,7 +106,8 @@ class ExpertWeights:
 def moe_gate_up(x: Tensor, experts: ExpertWeights, ids: Tensor, work: Worklist | None) -> Tensor:
     """Each token through the gate_up projection of each of its experts, bias added.
 
-    Shapes:  x [T, H];  ids [T, K] int32 in 0..E - 1  ->  [T·K, 2I], row t·K + k
+    Shapes:  x [T, H];  ids [T, K] int32 in 0..E - 1, a token's all different  ->  [T·K, 2I], row
+             t·K + k
     work     pairs by expert alone (None on a CPU, where it is not read)
     The order of summation depends on the shapes alone: other rows do not change a row's bits.
     Cost:    reads each chosen expert once per block_m rows.
@@ -105,7 +129,7 @@ def moe_down(
 ) -> Tensor:
     """Each pair through its expert's down projection, bias added, then times its weight.
 
-    Shapes:  h [T·K, I];  ids [T, K] int32 in 0..E - 1;  weights [T, K] fp32  ->  [T·K, H]
+    Shapes:  h [T·K, I];  ids [T, K] as in moe_gate_up;  weights [T, K] fp32  ->  [T·K, H]
     work and the order of summation as in moe_gate_up.
     """
     if not use_triton(h):
@@ -155,11 +179,16 @@ def _grouped_product(
 ) -> Tensor:  # fmt: skip
     assert work is not None, "the Triton products need a worklist"
     assert x.stride(1) == 1 and x.shape[1] == experts.in_features, (x.shape, experts.in_features)
-    mxfp4 = experts.weight is None
+    mxfp4 = experts.blocks is not None
     out, in_ = experts.out_features, experts.in_features
+    shape = {"rows": ids.numel(), "out": out, "in": in_}
+    if experts.packed is not None:
+        tiles = tiles_for("moe_gemm_packed", shape, gpu_name(x.device))
+        return packed_product(
+            x, experts.packed, experts.bias, ids.shape[0], ids.numel(), work, x_div, weights, tiles
+        )
     y = x.new_empty(ids.numel(), out)  # [N, out]
-    op = "moe_gemm_mxfp4" if mxfp4 else "moe_gemm"
-    tiles = tiles_for(op, {"rows": ids.numel(), "out": out, "in": in_}, gpu_name(x.device))
+    tiles = tiles_for("moe_gemm_mxfp4" if mxfp4 else "moe_gemm", shape, gpu_name(x.device))
     num_segments = work.segments.shape[0]
     if not ids.numel():
         return y
@@ -356,13 +385,17 @@ def _by_blocks(x: Tensor, weight: Tensor, flat_ids: Tensor, x_div: int) -> Tenso
 def random_experts(
     num_experts: int, out: int, in_: int, kind: str, device: str, dtype: torch.dtype, seed: int
 ) -> ExpertWeights:
-    """Weights of about unit gain for cases and benchmarks; kind "dense", "bias" or "mxfp4"."""
+    """Weights of about unit gain for cases and benchmarks.
+
+    kind  "dense", "bias" (dense with a bias), "mxfp4" or "packed"
+    """
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(num_experts, out, in_, generator=g) / in_**0.5  # [E, out, in]
     bias = torch.randn(num_experts, out, generator=g).bfloat16().to(device, dtype)  # [E, out]
-    if kind == "mxfp4":
-        blocks, scales = quantize_mxfp4(weight)
-        return ExpertWeights(blocks=blocks.to(device), scales=scales.to(device), bias=bias)
+    if kind in ("mxfp4", "packed"):
+        blocks, scales = (part.to(device) for part in quantize_mxfp4(weight))
+        experts = ExpertWeights(blocks=blocks, scales=scales, bias=bias)
+        return experts.pack() if kind == "packed" else experts
     weight = weight.bfloat16().to(device, dtype)
     return ExpertWeights(weight=weight, bias=bias if kind == "bias" else None)
 
@@ -393,14 +426,16 @@ def _cases(down: bool) -> Iterator[Case]:
 
         return Case(f"{kind}_{name}", make, small)
 
-    for kind in ("dense", "bias", "mxfp4"):
-        odd = 96 if kind == "mxfp4" else 77
+    for kind in ("dense", "bias", "mxfp4", "packed"):
+        odd = 96 if kind in ("mxfp4", "packed") else 77
         yield case("odd", 7, 3, 5, 70, odd, kind)
         yield case("one", 1, 1, 1, 32, 32, kind)
         yield case("crowded", 40, 2, 3, 48, 320, kind)
-    for tokens in (1, 8, 32):
-        yield case(f"gpt_oss_{tokens}", tokens, 4, 32, 2880 if down else 5760, 2880, "mxfp4", False)
-    yield case("gpt_oss_prefill", 1600, 4, 32, 2880 if down else 5760, 2880, "mxfp4", False)
+    for kind in ("mxfp4", "packed"):
+        gpt_oss = (4, 32, 2880 if down else 5760, 2880, kind, False)
+        for tokens in (1, 8, 32):
+            yield case(f"gpt_oss_{tokens}", tokens, *gpt_oss)
+        yield case("gpt_oss_prefill", 1600, *gpt_oss)
     shape = (2048, 768) if down else (1536, 2048)
     yield case("qwen3_16", 16, 8, 128, *shape, "dense", False)
 
@@ -447,6 +482,7 @@ def _aot(down: bool) -> Iterator[AotSpec]:
                 _grouped_kernel, quantized if mxfp4 else signature, constants,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
+    yield from packed_specs(down, out)
 
 
 def _sum_aot() -> Iterator[AotSpec]:
@@ -458,7 +494,7 @@ def _bytes(inputs: Inputs) -> int:
     """Weights of the experts that are hit, each once, and the rows."""
     experts: ExpertWeights = inputs["experts"]
     hit = int(inputs["ids"].unique().numel())
-    per_value = 17 / 32 if experts.weight is None else experts.weight.itemsize
+    per_value = 17 / 32 if experts.weight is None else experts.weight.itemsize  # padding left out
     x = inputs["h"] if "h" in inputs else inputs["x"]
     rows = inputs["ids"].numel() * (experts.in_features + experts.out_features) * x.itemsize
     return int(hit * experts.out_features * experts.in_features * per_value) + rows

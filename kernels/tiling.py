@@ -17,7 +17,7 @@ import torch
 
 FOLDER = Path(__file__).parent / "tiles"
 KEYS = ("rows", "out", "in")
-OPS = ("moe_gemm", "moe_gemm_mxfp4", "lora_shrink", "lora_expand")
+OPS = ("moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_shrink", "lora_expand")
 BLOCK_MS = (16, 32, 64, 128)
 # What a block may use on the smallest chip that we compile for (sm_90: 227 KiB).
 SHARED_BYTES = 227 * 1024
@@ -59,6 +59,11 @@ def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
     """
     mean = _power_of_two(num_tokens * top_k) / max(1, num_experts)
     return next((m for m in BLOCK_MS[:-1] if mean <= m), BLOCK_MS[-1])
+
+
+def narrow_block_m(block_m: int, num_tokens: int) -> int:
+    """The rows of block_m that a tile can fill: an expert has no more than there are tokens."""
+    return min(block_m, max(8, _power_of_two(num_tokens)))
 
 
 def slot_block_m(num_tokens: int) -> int:

@@ -60,6 +60,11 @@ class GptOss(Decoder):
         )
 
 
+def _for_device(w: ExpertWeights) -> ExpertWeights:
+    """A GPU's kernels want MXFP4 packed; a CPU computes from values, which it unpacks once."""
+    return w.pack() if w.blocks is not None and w.blocks.is_cuda else w
+
+
 def _gate_then_up(x: Tensor) -> Tensor:
     """Rows g0, u0, g1, u1 on axis 1 -> gate rows, then up rows."""
     return torch.cat([x[:, 0::2], x[:, 1::2]], 1).contiguous()
@@ -68,6 +73,7 @@ def _gate_then_up(x: Tensor) -> Tensor:
 def _read(
     reader: WeightReader, name: str, rows: int, cols: int, config: ModelConfig
 ) -> ExpertWeights:
+    """[E, rows, cols]; MXFP4 as the checkpoint has it."""
     experts = config.num_experts
     bias = reader.read(name + "_bias", (experts, rows))  # [E, out]
     if config.mxfp4:
@@ -86,7 +92,13 @@ def _read_gate_up(reader: WeightReader, p: str, c: ModelConfig) -> ExpertWeights
         reader, p + "mlp.experts.gate_up_proj", 2 * c.expert_intermediate_size, c.hidden_size, c
     )
     parts = {k: getattr(w, k) for k in ("weight", "blocks", "scales", "bias")}
-    return ExpertWeights(**{k: None if x is None else _gate_then_up(x) for k, x in parts.items()})
+    turned = {k: None if x is None else _gate_then_up(x) for k, x in parts.items()}
+    return _for_device(ExpertWeights(**turned))
+
+
+def _read_down(reader: WeightReader, p: str, c: ModelConfig) -> ExpertWeights:
+    name, inner = p + "mlp.experts.down_proj", c.expert_intermediate_size
+    return _for_device(_read(reader, name, c.hidden_size, inner, c))
 
 
 NAMES = NameMap(
@@ -96,7 +108,5 @@ NAMES = NameMap(
     interleaved=True,
     weight_is_in_out=True,
     read_gate_up=_read_gate_up,
-    read_down=lambda reader, p, c: _read(
-        reader, p + "mlp.experts.down_proj", c.hidden_size, c.expert_intermediate_size, c
-    ),
+    read_down=_read_down,
 )

@@ -32,7 +32,18 @@ class Usage:
 
 
 def compile_spec(spec: AotSpec) -> Usage:
-    """Compile one specification and report its resources.
+    """Compile one specification and report its resources."""
+    compiled = _compile(spec)
+    return _read_usage(compiled.asm["cubin"], int(compiled.metadata.shared))
+
+
+def disassemble(spec: AotSpec) -> str:
+    """The machine code of one specification."""
+    return _ask("nvdisasm", ["-c"], _compile(spec).asm["cubin"])
+
+
+def _compile(spec: AotSpec) -> Any:
+    """What Triton compiles.
 
     A type may end in ":16": a multiple of 16, which Triton finds out by itself at a launch.
     Pointers count as such, since torch allocates so, unless the kernel does not look at their
@@ -57,20 +68,22 @@ def compile_spec(spec: AotSpec) -> Usage:
     arguments: dict[str, Any] = {constants: spec.constexprs, "attrs": attrs}
     source = ASTSource(fn, signature, **arguments)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
-    compiled = triton.compile(source, target=TARGET, options=options)
-    return _read_usage(compiled.asm["cubin"], int(compiled.metadata.shared))
+    return triton.compile(source, target=TARGET, options=options)
 
 
 def _read_usage(cubin: bytes, shared_bytes: int) -> Usage:
     """What cuobjdump says: a thread's stack holds nothing but what did not fit into registers."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    told = _ask("cuobjdump", ["--dump-resource-usage"], cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
     assert found, f"cuobjdump said: {told}"
     registers, stack, local = (int(number) for number in found.groups())
     return Usage(registers, stack + local, shared_bytes)
+
+
+def _ask(tool: str, options: list[str], cubin: bytes) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -11,11 +11,12 @@ import kernels.fused_moe as own
 from kernels.fused_moe import ExpertWeights, moe_sum, random_experts
 from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import dequantize_mxfp4
+from kernels.mxfp4_packed import pack_mxfp4, unpack_mxfp4
 from kernels.op import interpreting
 from tests.kernels.mutant import mutant
 
 both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])
-KINDS = ["dense", "bias", "mxfp4"]
+KINDS = ["dense", "bias", "mxfp4", "packed"]
 
 
 def pairs_of(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> Tensor:
@@ -27,6 +28,8 @@ def plain(x: Tensor, experts: ExpertWeights, ids: Tensor, per_pair: bool) -> Ten
     """Pair by pair, in fp64."""
     if experts.weight is not None:
         weight = experts.weight
+    elif experts.packed is not None:
+        weight = unpack_mxfp4(experts.packed, torch.float32)
     else:
         assert experts.blocks is not None and experts.scales is not None
         weight = dequantize_mxfp4(experts.blocks, experts.scales, torch.float32)
@@ -156,11 +159,13 @@ def test_experts_have_one_kind_of_weight() -> None:
         {"weight": weight, "blocks": blocks, "scales": scales},
         {"blocks": blocks},
         {"weight": weight, "scales": scales},
+        {"blocks": blocks, "scales": scales, "packed": pack_mxfp4(blocks, scales)},
     ):
         with pytest.raises(ValueError, match="either a weight, or MXFP4"):
             ExpertWeights(**wrong)
     experts = ExpertWeights(blocks=blocks, scales=scales)
-    assert (experts.num_experts, experts.out_features, experts.in_features) == (2, 4, 32)
+    for kind in (experts, experts.pack()):
+        assert (kind.num_experts, kind.out_features, kind.in_features) == (2, 4, 32)
 
 
 @pytest.mark.skipif(interpreting(), reason="reads the compiled function's settings")

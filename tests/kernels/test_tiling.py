@@ -13,6 +13,7 @@ from kernels.tiling import (
     Tiles,
     load_tiles,
     moe_block_m,
+    narrow_block_m,
     parse_tiles,
     slot_block_m,
     tiles_for,
@@ -113,6 +114,8 @@ def test_powers_of_two_warm_every_choice(top_k: int, num_experts: int) -> None:
         expert_ops = (
             tiles_for("moe_gemm", pairs, "NVIDIA H200"),
             tiles_for("moe_gemm_mxfp4", pairs, "NVIDIA H200"),
+            tiles_for("moe_gemm_packed", pairs, "NVIDIA H200"),
+            narrow_block_m(moe_block_m(num_tokens, top_k, num_experts), num_tokens),
             tiles_for("lora_shrink", pairs, "NVIDIA H200"),
             moe_block_m(num_tokens, top_k, num_experts),
         )
