@@ -91,9 +91,10 @@ def _read_gate_up(reader: WeightReader, p: str, c: ModelConfig) -> ExpertWeights
     w = _read(
         reader, p + "mlp.experts.gate_up_proj", 2 * c.expert_intermediate_size, c.hidden_size, c
     )
-    parts = {k: getattr(w, k) for k in ("weight", "blocks", "scales", "bias")}
-    turned = {k: None if x is None else _gate_then_up(x) for k, x in parts.items()}
-    return _for_device(ExpertWeights(**turned))
+    weight, blocks, scales, bias = (
+        None if x is None else _gate_then_up(x) for x in (w.weight, w.blocks, w.scales, w.bias)
+    )
+    return _for_device(ExpertWeights(weight=weight, blocks=blocks, scales=scales, bias=bias))
 
 
 def _read_down(reader: WeightReader, p: str, c: ModelConfig) -> ExpertWeights:

@@ -117,7 +117,8 @@ def main() -> None:
                 total, number = sum(spent.values()) / 1e3, sum(launches.values())
                 label = "adapters" if kind[0] else "base"
                 print(
-                    f"== c={count} {label}: {wall:.2f} ms a step, {busy:.2f} ms busy, {total:.2f} ms of kernels, {number:.0f} launches"
+                    f"== c={count} {label}: {wall:.2f} ms a step, {busy:.2f} ms busy,"
+                    f" {total:.2f} ms of kernels, {number:.0f} launches"
                 )
                 for name, us in spent.most_common(args.top):
                     print(f"  {us:8.1f} us  {launches[name]:6.1f} x  {name[:110]}")
