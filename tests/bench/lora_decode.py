@@ -182,7 +182,8 @@ def decode(tiles: DecodeTiles | None, grouped: bool = False, overlap: bool | Non
             return
         down = b.product.kind == "down"
         add_pairs(
-            b.y, b.x, b.tables, layer, b.ids[layer], b.slots, EXPERTS, down, b.weights, work, tiles, overlap
+            b.y, b.x, b.tables, layer, b.ids[layer], b.slots, EXPERTS, down, b.weights, work,
+            tiles, overlap,
         )  # fmt: skip
 
     return step
@@ -256,7 +257,8 @@ def check(b: Batch, step: Step, want: Tensor) -> None:
 
 
 def time_us(b: Batch, step: Step) -> float:
-    """Median us a layer, over replays of a graph of all layers."""
+    """Median us a layer, over replays of a graph of all layers; y is as before afterwards."""
+    before = b.y.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for layer in range(LAYERS):
@@ -269,6 +271,7 @@ def time_us(b: Batch, step: Step) -> float:
         graph.replay()
     marks[-1].record()
     torch.cuda.synchronize()
+    b.y.copy_(before)
     times = sorted(a.elapsed_time(z) for a, z in zip(marks, marks[1:], strict=False))
     return 1e3 * times[REPLAYS // 2] / LAYERS
 
@@ -353,9 +356,7 @@ def print_tables(
                 f"{name:22}" + "|".join("".join(line[i : i + 4]) for i in range(0, len(line), 4)),
                 flush=True,
             )
-    print(
-        "\nms a step: total, and what adapters add to the same launches without any (gate 0.25 / 0.7 / 1.1 / 1.6 at 1 / 8 / 16 / 32)"
-    )
+    print("\nms a step: total, and what adapters add to the same launches without any")
     for tokens in sizes:
         for kind in DISTRIBUTIONS:
             line = [f"floor {24e-3 * sum(floors[p.name, tokens, kind] for p in PRODUCTS):.2f}"]
