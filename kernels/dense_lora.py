@@ -20,7 +20,7 @@ from kernels.fused_moe_lora import (
     random_tables,
     slot_factors,
 )
-from kernels.lora_decode import MAX_SINGLE_TOKENS, add_rows, groups_suffice
+from kernels.lora_decode import add_rows
 from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist, slot_groups
@@ -39,10 +39,11 @@ def dense_lora(
     Shapes:  y [T, out] (written; may be a column slice);  x [T, in];
              slot_of_token [T] int32, -1 = base
     target   row of the tables, -1 = nothing to add
-    work     tokens by slot. None: each token by itself, as many as lora_decode's `tokens_suffice`
-             allows (on a CPU: made from the slots)
-    deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32). Up to
-    64 tokens the kernels of lora_decode.py serve, whose order is fixed anyway.
+    work     tokens by slot: the four operations. None: the kernels of lora_decode.py, which need
+             none and serve as many tokens as its `tokens_suffice` allows (on a CPU: made from the
+             slots)
+    deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
+    Without work the order is fixed anyway.
     Rows of base tokens and of slots without this target keep all bits.
     Needs:   x and the tables' memory of one dtype.
     Cost:    reads each factor in use once per block_m of its rows.
@@ -61,14 +62,12 @@ def dense_lora_multi(
     if not use_triton(x):
         dense_lora_multi_reference(ys, x, tables, targets, slot_of_token, work, deterministic)
         return
-    few = work is None or groups_suffice(x.shape[0], tables, work)
     wanted = [(y, target) for y, target in zip(ys, targets, strict=True) if target >= 0]
     for first in range(0, len(wanted), MAX_TARGETS):
         some_ys, some_targets = zip(*wanted[first : first + MAX_TARGETS], strict=True)
-        if few:
-            add_rows(some_ys, x, tables, some_targets, slot_of_token, work)
+        if work is None:
+            add_rows(some_ys, x, tables, some_targets, slot_of_token)
         else:
-            assert work is not None
             add_lora(some_ys, x, tables, some_targets, work, 1, None, deterministic)
 
 
@@ -232,7 +231,8 @@ def _cases() -> Iterator[Case]:
     yield case("single_odd", 7, 333, 70, [4, 16, 0, 8], single=True)
     yield case("single_even", 3, 256, 64, [32, 8], single=True)
     yield case("o_proj_8", 8, 4096, 2880, [32] * 8, small=False, single=True)
-    yield case("o_proj_32", 32, 4096, 2880, [32] * 8, small=False)
+    yield case("o_proj_32", 32, 4096, 2880, [32] * 8, small=False, single=True)
+    yield case("o_proj_128", 128, 4096, 2880, [32] * 8, small=False)
     yield case("o_proj_prefill", 1600, 4096, 2880, [32] * 8, small=False)
 
 
@@ -260,10 +260,10 @@ def _multi_cases() -> Iterator[Case]:
     yield case("five_one_off", 4, 32, (16, 24, 16, 40, 8), [8, 8])
     yield case("single_odd", 6, 45, (70, 22, 33), [4, 16, 0], single=True)
     yield case("crowded", 90, 45, (70, 22, 33), [4, 16, 0])
-    for tokens in (1, 8, 32):
+    for tokens in (1, 8, 32, 128):
         yield case(
             f"gpt_oss_qkv_{tokens}", tokens, 2880, (4096, 512, 512), [32] * 8, small=False,
-            single=tokens <= 8,
+            single=tokens <= 64,
         )  # fmt: skip
 
 
@@ -285,24 +285,21 @@ def _embedding_cases() -> Iterator[Case]:
 
 
 def _aot() -> Iterator[AotSpec]:
-    for tokens in (32, 1600):
+    for tokens in (128, 1600):
         block_m = slot_block_m(tokens)
         yield from aot_specs(f"o_proj_{tokens}", tokens, 4096, (2880,), 32, block_m, 1, False)
     for tokens in (8, 32):
-        grouped = tokens > MAX_SINGLE_TOKENS
-        yield from decode_aot_specs(
-            f"decode_o_proj_{tokens}", tokens, 4096, (2880,), 32, 0, 1, False, grouped
-        )
+        name = f"decode_o_proj_{tokens}"
+        yield from decode_aot_specs(name, tokens, 4096, (2880,), 32, 0, 1, False)
 
 
 def _multi_aot() -> Iterator[AotSpec]:
-    for tokens in (32, 1600):
+    for tokens in (128, 1600):
         block_m = slot_block_m(tokens)
         yield from aot_specs(f"qkv_{tokens}", tokens, 2880, (4096, 512, 512), 32, block_m, 1, False)
     for tokens, rank in ((8, 32), (32, 32), (8, 64), (32, 64)):
-        grouped, name = tokens > MAX_SINGLE_TOKENS, f"decode_qkv_{tokens}_r{rank}"
-        outs = (4096, 512, 512)
-        yield from decode_aot_specs(name, tokens, 2880, outs, rank, 0, 1, False, grouped)
+        name, outs = f"decode_qkv_{tokens}_r{rank}", (4096, 512, 512)
+        yield from decode_aot_specs(name, tokens, 2880, outs, rank, 0, 1, False)
 
 
 def _embedding_aot() -> Iterator[AotSpec]:

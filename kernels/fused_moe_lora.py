@@ -462,11 +462,9 @@ def _aot() -> Iterator[AotSpec]:
     for rows, rank in ((4, 32), (128, 32), (4, 64), (128, 64)):
         name = f"{rows}_r{rank}"
         yield from decode_aot_specs(
-            f"decode_gate_up_{name}", rows, 2880, (5760,), rank, 4, 4, False, False
+            f"decode_gate_up_{name}", rows, 2880, (5760,), rank, 4, 4, False
         )
-        yield from decode_aot_specs(
-            f"decode_down_{name}", rows, 2880, (2880,), rank, 4, 1, True, False
-        )
+        yield from decode_aot_specs(f"decode_down_{name}", rows, 2880, (2880,), rank, 4, 1, True)
 
 
 def factor_bytes(tables: LoraTables, target: int, in_: int, out: int, pairs: Tensor) -> int:

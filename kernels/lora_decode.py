@@ -1,10 +1,10 @@
 """LoRA for decode steps: y += (x A) B for few rows, by a pair of kernels that overlap.
 
-Each row (or each 16 rows of one slot) is cut into many small programs that read 4 to 16 KiB of a
-factor in one go. The shrink writes partial sums, which the expand adds up in a fixed order: nothing
-is zeroed before, nothing is atomic, and the result is the same every time. On GPUs that can, the
-expand starts while the shrink runs: it looks up its factor and has B and y in registers by the time
-it needs z (programmatic dependent launch).
+Each row goes by itself, cut into many small programs that read 4 to 16 KiB of a factor
+in one go; rows that share a factor meet in the L2. The shrink writes partial sums, which the expand
+adds up in a fixed order: nothing is zeroed before, nothing is atomic, and the result is the same
+every time. On GPUs that can, the expand starts while the shrink runs: it looks up its factor and
+has B and y in registers by the time it needs z (programmatic dependent launch).
 Not here: prefill, large ranks (fused_moe_lora.py, the four operations), and who calls which
 (moe_lora, dense_lora).
 """
@@ -19,19 +19,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.lora_tables import LoraTables, Worklist
+from kernels.lora_tables import LoraTables
 from kernels.op import AotSpec
 
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
 MAX_RANK = 64
-# Rows that go one by one: few pairs of a decode step share a factor, and those meet in the L2.
-MAX_ROWS = 128
-# Tokens of a plain linear that go one by one; more are grouped by slot, since they do share.
-MAX_SINGLE_TOKENS = 8
+# With rows spread over eight adapters the four operations lost at every size measured: up to 128
+# pairs and 32 tokens. The more rows share a factor, the more grouping them is worth its worklist.
+MAX_PAIRS = 128
 MAX_TOKENS = 64
-# Of a group of rows: what the matrix unit takes.
-BLOCK_M = 16
 UNSPECIALISED = ("target_0", "target_1", "target_2", "num_rows")
 
 
@@ -45,27 +42,19 @@ class DecodeTiles:
     expand_warps: int = 4
 
 
-def decode_tiles(num_rows: int, grouped: bool) -> DecodeTiles:
+def decode_tiles(num_rows: int) -> DecodeTiles:
     """Small programs where there are few rows to fill the chip with, larger ones beyond."""
-    if grouped:
-        return DecodeTiles(256, 64)
     return DecodeTiles(128, 64) if num_rows <= 8 else DecodeTiles(256, 128)
 
 
 def pairs_suffice(num_rows: int, tables: LoraTables) -> bool:
     """Whether (token, expert) rows need no worklist: `add_pairs` serves so many."""
-    return num_rows <= MAX_ROWS and tables.max_rank <= MAX_RANK
+    return num_rows <= MAX_PAIRS and tables.max_rank <= MAX_RANK
 
 
 def tokens_suffice(num_tokens: int, tables: LoraTables) -> bool:
     """The same for the rows of plain linears."""
-    return num_tokens <= MAX_SINGLE_TOKENS and tables.max_rank <= MAX_RANK
-
-
-def groups_suffice(num_tokens: int, tables: LoraTables, work: Worklist) -> bool:
-    """Whether rows of plain linears, grouped by slot, are few enough for `add_rows`."""
-    few = num_tokens <= MAX_TOKENS and tables.max_rank <= MAX_RANK
-    return few and work.block_m == BLOCK_M
+    return num_tokens <= MAX_TOKENS and tables.max_rank <= MAX_RANK
 
 
 @lru_cache(maxsize=16)
@@ -78,43 +67,39 @@ def can_overlap(device: torch.device) -> bool:
 
 def add_rows(
     ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
-    slots: Tensor, work: Worklist | None, tiles: DecodeTiles | None = None,
-    overlap: bool | None = None,
+    slots: Tensor, tiles: DecodeTiles | None = None, overlap: bool | None = None,
 ) -> None:  # fmt: skip
     """Add to each row its slot's delta, for up to three linears that share x.
 
     Shapes:  ys[i] [T, out_i], any row stride (written);  x [T, in];
              slots [T] int32, -1 = base
-    work     rows by slot, block_m 16: rows that share a slot read its factors together. None: each
-             row by itself.
     tiles, overlap  for benchmarks; None = chosen here
     """
-    _launch(ys, x, tables, targets, slots, None, 1, 0, None, work, tiles, overlap)
+    _launch(ys, x, tables, targets, slots, None, 1, 0, None, tiles, overlap)
 
 
 def add_pairs(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slots: Tensor,
-    num_experts: int, x_rows_per_pair: bool, weights: Tensor | None, work: Worklist | None = None,
+    num_experts: int, x_rows_per_pair: bool, weights: Tensor | None,
     tiles: DecodeTiles | None = None, overlap: bool | None = None,
 ) -> None:  # fmt: skip
     """Add to each (token, expert) row the delta of the token's slot for that expert.
 
     Shapes:  as moe_lora
     Left out: slots outside 0..L - 1, experts outside 0..num_experts - 1.
-    work     rows by (slot, expert), block_m 16, or None: each row by itself
     """
     top_k = ids.shape[1]
-    assert num_experts > 0, "rows without a worklist need the number of experts"
+    assert num_experts > 0, "pairs need the number of experts"
     _launch(
         (y,), x, tables, (target,), slots, ids.contiguous(), 1 if x_rows_per_pair else top_k,
-        num_experts, weights, work, tiles, overlap,
+        num_experts, weights, tiles, overlap,
     )  # fmt: skip
 
 
 def _launch(
     ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
     slots: Tensor, ids: Tensor | None, x_div: int, num_experts: int, weights: Tensor | None,
-    work: Worklist | None, tiles: DecodeTiles | None, overlap: bool | None,
+    tiles: DecodeTiles | None, overlap: bool | None,
 ) -> None:  # fmt: skip
     num_rows = slots.shape[0] if ids is None else ids.numel()
     top_k = 1 if ids is None else ids.shape[1]
@@ -125,26 +110,22 @@ def _launch(
     assert max_rank <= MAX_RANK and slots.is_contiguous(), (max_rank, slots.stride())
     if not num_rows:
         return
-    grouped = work is not None
-    assert work is None or work.block_m == BLOCK_M, work
-    tiles = tiles or decode_tiles(num_rows, grouped)
+    tiles = tiles or decode_tiles(num_rows)
     if overlap is None:
         overlap = can_overlap(x.device)
     splits = triton.cdiv(in_, tiles.block_k)
-    units = num_rows if work is None else work.segments.shape[0]
-    rows, segments = (slots, slots) if work is None else (work.rows, work.segments)
     z = torch.empty(
         num_targets, splits, num_rows, max_rank, dtype=torch.float32, device=x.device
     )  # [targets, S, N, R]
     three = (*targets, *(targets[:1] * (MAX_TARGETS - num_targets)))
     form = {
-        "TOP_K": top_k, "BY_EXPERT": ids is not None, "GROUPED": grouped, "BLOCK_M": BLOCK_M,
-        "BLOCK_R": _rank_lanes(max_rank, grouped), "SPLITS": splits, "OVERLAP": overlap,
+        "TOP_K": top_k, "BY_EXPERT": ids is not None,
+        "BLOCK_R": triton.next_power_of_2(max_rank), "SPLITS": splits, "OVERLAP": overlap,
     }  # fmt: skip
-    sources = (slots, slots if ids is None else ids, rows, segments)
+    sources = (slots, slots if ids is None else ids)
     # Only where it is known: other backends refuse the option.
     early = {"launch_pdl": True} if overlap else {}
-    _shrink_kernel[(units * splits, num_targets)](
+    _shrink_kernel[(num_rows * splits, num_targets)](
         x, z, tables.memory, tables.a_off, tables.a_stride, tables.b_off, tables.lora_rank,
         *sources, *three, tables.num_slots, num_experts, num_rows, x.stride(0), in_, max_rank,
         **form, X_DIV=x_div, BLOCK_K=tiles.block_k, EVEN_K=in_ % tiles.block_k == 0,
@@ -152,7 +133,7 @@ def _launch(
     )  # fmt: skip
     out = max(y.shape[1] for y in ys)
     places = (*ys, *(ys[:1] * (MAX_TARGETS - num_targets)))
-    _expand_kernel[(units * triton.cdiv(out, tiles.block_n), num_targets)](
+    _expand_kernel[(num_rows * triton.cdiv(out, tiles.block_n), num_targets)](
         z, *places, tables.memory, tables.a_off, tables.b_off, tables.b_stride, tables.lora_rank,
         weights if weights is not None else z, *sources, *three, tables.num_slots, num_experts,
         num_rows, *(y.stride(0) for y in places), *(y.shape[1] for y in places), out, max_rank,
@@ -162,38 +143,27 @@ def _launch(
     )  # fmt: skip
 
 
-def _rank_lanes(max_rank: int, grouped: bool) -> int:
-    return max(16 if grouped else 1, triton.next_power_of_2(max_rank))
-
-
 @triton.jit
 def _pick(index, first, second, third):
     return tl.where(index == 0, first, tl.where(index == 1, second, third))
 
 
 @triton.jit
-def _unit(
-    unit, slots_ptr, ids_ptr, rows_ptr, segments_ptr, num_slots, num_experts,
-    TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
-    """(slot, expert, first, count) of a row or a segment; count 0 = nothing to do."""
-    if GROUPED:
-        at = segments_ptr + unit * 4
-        slot, expert = tl.load(at), tl.load(at + 1)
-        first, count = tl.load(at + 2), tl.load(at + 3)
-    else:
-        slot = tl.load(slots_ptr + unit // TOP_K)
-        expert = tl.zeros_like(slot)
-        first = unit
-        count = ((slot >= 0) & (slot < num_slots)).to(tl.int32)
-        if BY_EXPERT:
-            expert = tl.load(ids_ptr + unit)
-            count = tl.where((expert >= 0) & (expert < num_experts), count, 0)
-    return slot, expert.to(tl.int64), first, count
+def _source(
+    row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr
+):
+    """(slot, expert, whether there may be a delta) of a row."""
+    slot = tl.load(slots_ptr + row // TOP_K)
+    expert = tl.zeros_like(slot)
+    live = (slot >= 0) & (slot < num_slots)
+    if BY_EXPERT:
+        expert = tl.load(ids_ptr + row)
+        live = live & (expert >= 0) & (expert < num_experts)
+    return slot, expert.to(tl.int64), live
 
 
 @triton.jit
-def _factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, count, max_rank):
+def _factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, live, max_rank):
     """(where the expert's factor starts, its rank); start < 0: nothing to add.
 
     One branch hangs on all of it, so that the four loads travel together.
@@ -204,32 +174,28 @@ def _factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, count, max_rank):
     other = tl.load(other_ptr)
     # Lanes past the adapter's own rank lie in the next expert's rows, or in another adapter.
     rank = tl.minimum(tl.load(rank_ptr), max_rank)
-    none = (count == 0) | (off < 0) | (other < 0) | (rank <= 0)
+    none = ~live | (off < 0) | (other < 0) | (rank <= 0)
     return tl.where(none, -8, off + expert * stride), rank
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _shrink_kernel(
     x_ptr, z_ptr, memory_ptr, a_off_ptr, a_stride_ptr, b_off_ptr, rank_ptr,
-    slots_ptr, ids_ptr, rows_ptr, segments_ptr, target_0, target_1, target_2, num_slots,
-    num_experts, num_rows, x_stride, in_features, max_rank,
-    X_DIV: tl.constexpr, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr, GROUPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
+    slots_ptr, ids_ptr, target_0, target_1, target_2, num_slots, num_experts, num_rows,
+    x_stride, in_features, max_rank,
+    X_DIV: tl.constexpr, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         # The expand may come as soon as all of this grid is under way.
         gdc_launch_dependents()
     part = tl.program_id(1)
-    unit = tl.program_id(0) // SPLITS
+    row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    slot, expert, first, count = _unit(
-        unit, slots_ptr, ids_ptr, rows_ptr, segments_ptr, num_slots, num_experts,
-        TOP_K, BY_EXPERT, GROUPED,
-    )  # fmt: skip
+    slot, expert, live = _source(row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT)
     at = _pick(part, target_0, target_1, target_2) * num_slots + tl.maximum(slot, 0)
     start, rank = _factor(
-        a_off_ptr + at, a_stride_ptr + at, b_off_ptr + at, rank_ptr + at, expert, count, max_rank
+        a_off_ptr + at, a_stride_ptr + at, b_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
         return
@@ -240,58 +206,36 @@ def _shrink_kernel(
     k_live = k < in_features
     a_ptr = memory_ptr + start
     z_row = (part * SPLITS + split).to(tl.int64) * num_rows
-    if GROUPED:
-        m = tl.arange(0, BLOCK_M)
-        live = m < count
-        row = tl.load(rows_ptr + first + m, mask=live, other=0).to(tl.int64)
-        # As [R, K]: read along K, turned for the product in shared memory.
-        a_ptrs = a_ptr + r.to(tl.int64)[:, None] * in_features + k[None, :]
-        x_ptrs = x_ptr + (row // X_DIV)[:, None] * x_stride + k[None, :]
-        if EVEN_K:
-            a = tl.load(a_ptrs, mask=r_live[:, None], other=0.0)
-            x = tl.load(x_ptrs, mask=live[:, None], other=0.0)
-        else:
-            a = tl.load(a_ptrs, mask=r_live[:, None] & k_live[None, :], other=0.0)
-            x = tl.load(x_ptrs, mask=live[:, None] & k_live[None, :], other=0.0)
-        z = tl.dot(x, tl.trans(a), input_precision="ieee")
-        z_ptrs = z_ptr + (z_row + row)[:, None] * max_rank + r[None, :]
-        tl.store(z_ptrs, z, mask=live[:, None] & r_kept[None, :])
+    row = row.to(tl.int64)
+    a_ptrs = a_ptr + r.to(tl.int64)[:, None] * in_features + k[None, :]
+    x_ptrs = x_ptr + row // X_DIV * x_stride + k
+    if EVEN_K:
+        a = tl.load(a_ptrs, mask=r_live[:, None], other=0.0)
+        x = tl.load(x_ptrs)
     else:
-        row = first.to(tl.int64)
-        a_ptrs = a_ptr + r.to(tl.int64)[:, None] * in_features + k[None, :]
-        x_ptrs = x_ptr + row // X_DIV * x_stride + k
-        if EVEN_K:
-            a = tl.load(a_ptrs, mask=r_live[:, None], other=0.0)
-            x = tl.load(x_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=r_live[:, None] & k_live[None, :], other=0.0)
-            x = tl.load(x_ptrs, mask=k_live, other=0.0)
-        z = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-        tl.store(z_ptr + (z_row + row) * max_rank + r, z, mask=r_kept)
+        a = tl.load(a_ptrs, mask=r_live[:, None] & k_live[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=k_live, other=0.0)
+    z = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    tl.store(z_ptr + (z_row + row) * max_rank + r, z, mask=r_kept)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _expand_kernel(
     z_ptr, y_0_ptr, y_1_ptr, y_2_ptr, memory_ptr, a_off_ptr, b_off_ptr, b_stride_ptr, rank_ptr,
-    weights_ptr, slots_ptr, ids_ptr, rows_ptr, segments_ptr, target_0, target_1, target_2,
-    num_slots, num_experts, num_rows, y_0_stride, y_1_stride, y_2_stride, out_0, out_1, out_2,
-    max_out, max_rank,
+    weights_ptr, slots_ptr, ids_ptr, target_0, target_1, target_2, num_slots, num_experts,
+    num_rows, y_0_stride, y_1_stride, y_2_stride, out_0, out_1, out_2, max_out, max_rank,
     NUM_TARGETS: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr,
-    BY_EXPERT: tl.constexpr, GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Up to the wait nothing may be read that the shrink writes. Everything before the shrink is
     # over: that one is launched in the ordinary way.
     part = tl.program_id(1)
     num_n = tl.cdiv(max_out, BLOCK_N)
-    unit = tl.program_id(0) // num_n
+    row = tl.program_id(0) // num_n
     first_n = tl.program_id(0) % num_n * BLOCK_N
     n = first_n + tl.arange(0, BLOCK_N)
-    slot, expert, first, count = _unit(
-        unit, slots_ptr, ids_ptr, rows_ptr, segments_ptr, num_slots, num_experts,
-        TOP_K, BY_EXPERT, GROUPED,
-    )  # fmt: skip
+    slot, expert, live = _source(row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT)
     y_ptr, y_stride, out_features, target = y_0_ptr, y_0_stride, out_0, target_0
     if NUM_TARGETS > 1:
         y_stride = _pick(part, y_0_stride, y_1_stride, y_2_stride)
@@ -306,7 +250,7 @@ def _expand_kernel(
         return
     at = target * num_slots + tl.maximum(slot, 0)
     start, rank = _factor(
-        b_off_ptr + at, b_stride_ptr + at, a_off_ptr + at, rank_ptr + at, expert, count, max_rank
+        b_off_ptr + at, b_stride_ptr + at, a_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
         return
@@ -321,56 +265,34 @@ def _expand_kernel(
     )  # fmt: skip
     s = tl.arange(0, BLOCK_S)
     z_row = (part * SPLITS).to(tl.int64) * num_rows
-    if GROUPED:
-        m = tl.arange(0, BLOCK_M)
-        live = m < count
-        row = tl.load(rows_ptr + first + m, mask=live, other=0).to(tl.int64)
-        y_ptrs = y_ptr + row[:, None] * y_stride + n[None, :]
-        y_mask = live[:, None] & n_live[None, :]
-        y = tl.load(y_ptrs, mask=y_mask, other=0.0)
-        z_ptrs = z_ptr + (z_row + s.to(tl.int64)[:, None] * num_rows + row[None, :]) * max_rank
-        z_mask = (s < SPLITS)[:, None] & live[None, :]
-        z_mask = z_mask[:, :, None] & r_kept[None, None, :]
-        if OVERLAP:
-            gdc_wait()
-        # Past the L1, which may be older than what the shrink wrote while this program ran.
-        z = tl.load(
-            z_ptrs[:, :, None] + r[None, None, :], mask=z_mask, other=0.0, cache_modifier=".cg"
-        )
-        z = tl.sum(z, 0)
-        acc = tl.dot(z.to(b.dtype), b, input_precision="ieee")
-        if WEIGHTED:
-            acc *= tl.load(weights_ptr + row, mask=live, other=0.0)[:, None]
-        acc += y.to(tl.float32)
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
-    else:
-        row = first.to(tl.int64)
-        y_ptrs = y_ptr + row * y_stride + n
-        y = tl.load(y_ptrs, mask=n_live, other=0.0)
-        weight = 1.0
-        if WEIGHTED:
-            weight = tl.load(weights_ptr + row)
-        z_ptrs = z_ptr + (z_row + row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
-        z_mask = (s < SPLITS)[:, None] & r_kept[None, :]
-        if OVERLAP:
-            gdc_wait()
-        z = tl.sum(tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg"), 0)
-        acc = tl.sum(z[:, None] * b.to(tl.float32), 0)
-        if WEIGHTED:
-            acc *= weight
-        acc += y.to(tl.float32)
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=n_live)
+    row = row.to(tl.int64)
+    y_ptrs = y_ptr + row * y_stride + n
+    y = tl.load(y_ptrs, mask=n_live, other=0.0)
+    weight = 1.0
+    if WEIGHTED:
+        weight = tl.load(weights_ptr + row)
+    z_ptrs = z_ptr + (z_row + row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
+    z_mask = (s < SPLITS)[:, None] & r_kept[None, :]
+    if OVERLAP:
+        gdc_wait()
+    # Past the L1, which may be older than what the shrink wrote while this program ran.
+    z = tl.sum(tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg"), 0)
+    acc = tl.sum(z[:, None] * b.to(tl.float32), 0)
+    if WEIGHTED:
+        acc *= weight
+    acc += y.to(tl.float32)
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=n_live)
 
 
 def aot_specs(
     name: str, num_rows: int, in_: int, outs: tuple[int, ...], max_rank: int, top_k: int,
-    x_div: int, weighted: bool, grouped: bool, tiles: DecodeTiles | None = None,
+    x_div: int, weighted: bool, tiles: DecodeTiles | None = None,
 ) -> Iterator[AotSpec]:  # fmt: skip
     """The two compilations that one call uses on an H200. top_k 0: a plain linear."""
-    tiles = tiles or decode_tiles(num_rows, grouped)
+    tiles = tiles or decode_tiles(num_rows)
     form = {
-        "TOP_K": max(1, top_k), "BY_EXPERT": top_k > 0, "GROUPED": grouped, "BLOCK_M": BLOCK_M,
-        "BLOCK_R": _rank_lanes(max_rank, grouped), "SPLITS": triton.cdiv(in_, tiles.block_k),
+        "TOP_K": max(1, top_k), "BY_EXPERT": top_k > 0,
+        "BLOCK_R": triton.next_power_of_2(max_rank), "SPLITS": triton.cdiv(in_, tiles.block_k),
         "OVERLAP": True,
     }  # fmt: skip
     shrink = {"X_DIV": x_div, "BLOCK_K": tiles.block_k, "EVEN_K": in_ % tiles.block_k == 0}
@@ -382,7 +304,7 @@ def aot_specs(
 
 def _spec(name: str, fn: triton.JITFunction, constants: dict[str, object], warps: int) -> AotSpec:
     loose = dict.fromkeys(("num_slots", "num_experts", *UNSPECIALISED), "i32")
-    numbers = ("rank_ptr", "slots_ptr", "ids_ptr", "rows_ptr", "segments_ptr")
+    numbers = ("rank_ptr", "slots_ptr", "ids_ptr")
     wide = dict.fromkeys(("a_off_ptr", "b_off_ptr", "a_stride_ptr", "b_stride_ptr"), "*i64")
     types = loose | dict.fromkeys(numbers, "*i32") | wide
     types |= dict.fromkeys(("z_ptr", "weights_ptr"), "*fp32")

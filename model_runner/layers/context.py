@@ -33,8 +33,7 @@ class ForwardContext:
     caches      by layer: (k [P, C, G, D], v [P, C, G, D]);  group_of_layer  which of `groups` a
                 layer writes to
     slot_work   tokens grouped by adapter slot, for plain linears (None: few tokens, each by
-                itself);
-                logit_slot_work  the same over logit_rows
+                itself);  logit_slot_work  the same over logit_rows
     experts_hit  if a list, MoE layers append their chosen expert ids [T, K] to it (statistics)
     deterministic  LoRA products sum in a fixed order
     seldom_lora  whether an adapter of this step changes the embedding, a router or the head: else

@@ -174,15 +174,14 @@ def four_operations(b: Batch, layer: int) -> None:
     add_lora(b.ys(), b.x, b.tables, b.targets(layer), b.work[layer], x_div, b.weights, False)
 
 
-def decode(tiles: DecodeTiles | None, grouped: bool = False, overlap: bool | None = None) -> Step:
+def decode(tiles: DecodeTiles | None, overlap: bool | None = None) -> Step:
     def step(b: Batch, layer: int) -> None:
-        work = b.work[layer] if grouped else None
         if b.product.kind == "dense":
-            add_rows(b.ys(), b.x, b.tables, b.targets(layer), b.slots, work, tiles, overlap)
+            add_rows(b.ys(), b.x, b.tables, b.targets(layer), b.slots, tiles, overlap)
             return
         down = b.product.kind == "down"
         add_pairs(
-            b.y, b.x, b.tables, layer, b.ids[layer], b.slots, EXPERTS, down, b.weights, work,
+            b.y, b.x, b.tables, layer, b.ids[layer], b.slots, EXPERTS, down, b.weights,
             tiles, overlap,
         )  # fmt: skip
 
@@ -199,24 +198,18 @@ def reference(b: Batch, layer: int) -> None:
 
 VARIANTS: dict[str, Step] = {
     "four operations": four_operations,
-    "single, as chosen": decode(None),
-    "grouped, as chosen": decode(None, grouped=True),
-    "single, no overlap": decode(None, overlap=False),
-    "grouped, no overlap": decode(None, grouped=True, overlap=False),
-    "single 128/64 w4": decode(DecodeTiles(128, 64, 4, 4)),
-    "single 128/64 w2": decode(DecodeTiles(128, 64, 2, 2)),
-    "single 128/64 w1": decode(DecodeTiles(128, 64, 1, 1)),
-    "single 64/32 w1": decode(DecodeTiles(64, 32, 1, 1)),
-    "single 256/128 w4": decode(DecodeTiles(256, 128, 4, 4)),
-    "single 256/128 w2": decode(DecodeTiles(256, 128, 2, 2)),
-    "single 256/256 w4": decode(DecodeTiles(256, 256, 4, 4)),
-    "grouped 128/64 w4": decode(DecodeTiles(128, 64, 4, 4), grouped=True),
-    "grouped 256/128 w4": decode(DecodeTiles(256, 128, 4, 4), grouped=True),
+    "as chosen": decode(None),
+    "no overlap": decode(None, overlap=False),
+    "128/64 w4": decode(DecodeTiles(128, 64, 4, 4)),
+    "128/64 w2": decode(DecodeTiles(128, 64, 2, 2)),
+    "128/64 w1": decode(DecodeTiles(128, 64, 1, 1)),
+    "64/32 w1": decode(DecodeTiles(64, 32, 1, 1)),
+    "256/128 w4": decode(DecodeTiles(256, 128, 4, 4)),
+    "256/128 w2": decode(DecodeTiles(256, 128, 2, 2)),
+    "256/256 w4": decode(DecodeTiles(256, 256, 4, 4)),
 }
 PARTS = 3  # processes that compile for one product
-ALL_CASES = (
-    5  # the first so many variants run for every distribution, the others for `distinct` alone
-)
+ALL_CASES = 3  # so many variants run for every distribution, the others for `distinct` alone
 
 
 def expected(b: Batch) -> Tensor:

@@ -52,8 +52,6 @@ def inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("with_work", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_column_slice_gets_its_delta(form: str, with_work: bool, deterministic: bool) -> None:
-    if form == "triton" and not with_work:
-        pytest.skip("a kernel needs its worklist")
     tables = tables_of()
     work = build_worklist(None, SLOTS, 1, len(RANKS), 16) if with_work else None
     for target in (0, 1):

@@ -1,4 +1,4 @@
-"""The decode kernels alone: row by row and grouped, every guard with the test that needs it.
+"""The decode kernels alone: every guard with the test that needs it.
 
 Not here: equality with the reference (test_ops.py), LoRA through the layers (test_golden.py).
 """
@@ -17,7 +17,7 @@ from kernels.lora_decode import DecodeTiles
 from kernels.lora_tables import LoraTables
 from kernels.moe_gate import build_worklist
 from tests.kernels.mutant import mutant
-from tests.kernels.test_fused_moe_lora import RANKS, E, K, batch, dense_delta, poison, tables_of
+from tests.kernels.test_fused_moe_lora import E, K, batch, dense_delta, poison, tables_of
 
 pytestmark = pytest.mark.interp
 # Several programs a row on both sides, and a last one that is not full.
@@ -25,25 +25,23 @@ SMALL = DecodeTiles(16, 16)
 
 
 def run(
-    module: ModuleType, tables: LoraTables, target: int, down: bool, b: dict[str, Tensor],
-    grouped: bool = False,
-) -> Tensor:  # fmt: skip
+    module: ModuleType, tables: LoraTables, target: int, down: bool, b: dict[str, Tensor]
+) -> Tensor:
     y = b["y"].clone()
-    work = build_worklist(b["ids"], b["slots"], E, len(RANKS), 16) if grouped else None
     module.add_pairs(
         y, b["x"], tables, target, b["ids"], b["slots"], E, down, b["weights"] if down else None,
-        work, SMALL,
+        SMALL,
     )  # fmt: skip
     return y
 
 
-def deltas_hold(module: ModuleType, num_tokens: int, grouped: bool, shared: bool = False) -> None:
+def deltas_hold(module: ModuleType, num_tokens: int, shared: bool = False) -> None:
     tables = tables_of(shared)
     for target in (0, 1):
         for down in (False, True):
             b = batch(num_tokens, down)
             b["ids"][-1, 0], b["ids"][1, 1] = -1, E
-            got = run(module, tables, target, down, b, grouped)
+            got = run(module, tables, target, down, b)
             for pair in range(num_tokens * K):
                 slot, expert = int(b["slots"][pair // K]), int(b["ids"].flatten()[pair])
                 delta = dense_delta(tables, target, slot, expert) if expert < E else None
@@ -56,37 +54,29 @@ def deltas_hold(module: ModuleType, num_tokens: int, grouped: bool, shared: bool
                 assert torch.allclose(got[pair].double(), want, rtol=1e-5, atol=1e-5), pair
 
 
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_deltas_are_their_definition(grouped: bool, shared: bool) -> None:
+def test_deltas_are_their_definition(shared: bool) -> None:
     for num_tokens in (2, 9):
-        deltas_hold(own, num_tokens, grouped, shared)
+        deltas_hold(own, num_tokens, shared)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "grouped"),
+    ("old", "new"),
     [
-        pytest.param("live = m < count", "live = m < tl.minimum(2, num_rows - first)", True,
-                     id="rows_of_other_slots"),
-        pytest.param("row = tl.load(rows_ptr + first + m, mask=live, other=0)", "row = first + m",
-                     True, id="sorted_order"),
-        pytest.param("acc *= weight", "acc *= 0.5 + weight", False, id="router_weight_once"),
-        pytest.param("r_live = r < rank", "r_live = r < max_rank", False, id="rank_lanes"),
-        pytest.param("& (expert < num_experts)", "", False, id="expert_of_elsewhere"),
-        pytest.param("(expert >= 0) &", "", False, id="no_expert"),
-        pytest.param("& (slot < num_slots)", "", False, id="slot_of_elsewhere"),
-        pytest.param("(slot >= 0) &", "", False, id="base_rows"),
-        pytest.param("| (other < 0)", "", False, id="half_a_factor"),
-        pytest.param("off + expert * stride", "off + expert", False, id="expert_stride"),
-        pytest.param("k_live = k < in_features", "k_live = k < in_features + 1", False,
+        pytest.param("acc *= weight", "acc *= 0.5 + weight", id="router_weight_once"),
+        pytest.param("r_live = r < rank", "r_live = r < max_rank", id="rank_lanes"),
+        pytest.param("& (expert < num_experts)", "", id="expert_of_elsewhere"),
+        pytest.param("(expert >= 0) &", "", id="no_expert"),
+        pytest.param("& (slot < num_slots)", "", id="slot_of_elsewhere"),
+        pytest.param("(slot >= 0) &", "", id="base_rows"),
+        pytest.param("| (other < 0)", "", id="half_a_factor"),
+        pytest.param("off + expert * stride", "off + expert", id="expert_stride"),
+        pytest.param("k_live = k < in_features", "k_live = k < in_features + 1",
                      id="past_the_row"),
-        pytest.param("z_mask = (s < SPLITS)", "z_mask = (s < 1)", False, id="all_parts"),
-        pytest.param("z_mask = (s < SPLITS)", "z_mask = (s < 1)", True, id="all_parts_grouped"),
+        pytest.param("z_mask = (s < SPLITS)", "z_mask = (s < 1)", id="all_parts"),
     ],
 )  # fmt: skip
-def test_deltas_with_a_guard_reversed_fail(
-    old: str, new: str, grouped: bool, tmp_path: Path
-) -> None:
+def test_deltas_with_a_guard_reversed_fail(old: str, new: str, tmp_path: Path) -> None:
     bad = mutant("lora_decode", {old: new}, tmp_path)
     if old == "| (other < 0)":
         tables, b = tables_of(), batch(3, False)
@@ -98,19 +88,18 @@ def test_deltas_with_a_guard_reversed_fail(
         assert not torch.equal(run(bad, tables, 1, False, b), b["y"])
         return
     with pytest.raises(AssertionError):
-        deltas_hold(bad, 9, grouped)
+        deltas_hold(bad, 9)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), 1e4])
-def test_nobody_feels_another_slot(grouped: bool, value: float) -> None:
+def test_nobody_feels_another_slot(value: float) -> None:
     tables = tables_of()
     for down in (False, True):
         b = batch(4, down)
         b["slots"] = torch.tensor([1, -1, 1, -1]).int()
-        want = run(own, tables, 0, down, b, grouped)
+        want = run(own, tables, 0, down, b)
         assert torch.isfinite(want).all()
-        assert torch.equal(run(own, poison(tables, {1}, value), 0, down, b, grouped), want)
+        assert torch.equal(run(own, poison(tables, {1}, value), 0, down, b), want)
 
 
 def test_a_row_alone_has_the_bits_it_has_in_company() -> None:
