@@ -26,8 +26,9 @@ serve: $(READY) ## the service alone; args="config=FILE" names another config th
 	@$(LOCAL_RAY) exec $(BIN)/serve run deployments:app $(args)
 
 test: $(READY) ## set up, then run what CI runs
-	$(PYTEST) -n 2 --dist loadfile -m "not gpu and not multigpu and not slow and not ray and not e2e"
-	$(PYTEST) -m "(ray or e2e) and not gpu and not multigpu and not slow"
+	@failed=0; \
+	$(PYTEST) -n 2 --dist loadfile -m "not gpu and not multigpu and not slow and not ray and not e2e" || failed=1; \
+	$(PYTEST) -m "(ray or e2e) and not gpu and not multigpu and not slow" || failed=1; exit $$failed
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interp tests/kernels
@@ -44,8 +45,8 @@ fmt: $(READY) ## format, and mend what ruff can mend
 check: $(READY) ## lint, format, types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-bench: $(READY) ## kernels against their roofline; op=fused_moe for one
+bench: $(READY) ## kernels against their roofline (needs a GPU); op=fused_moe for one
 	@$(BIN)/python -m tests.bench.kernels $(op)
 
-bench-engine: $(READY) ## decode of a full-size model with random weights
+bench-engine: $(READY) ## a full-size model with random weights and 8 adapters (needs a GPU)
 	@$(BIN)/python -m tests.bench.engine $(args)

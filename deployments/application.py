@@ -17,6 +17,7 @@ from ray.serve.deployment import Application, Deployment
 from deployments.config import (
     DEFAULT_CONFIG,
     ConfigError,
+    HttpSettings,
     ModelSettings,
     ServiceConfig,
     load_config,
@@ -38,8 +39,17 @@ class AppArgs(BaseModel):
 
 
 def app(args: AppArgs) -> Application:
-    """The application that a configuration file describes; Ray Serve calls this."""
-    return build(load_config(args.config))
+    """The application that a configuration file describes; Ray Serve calls this.
+
+    Errors: ConfigError, also for an `http` address: `serve run` has opened its own by now.
+    """
+    config = load_config(args.config)
+    if config.http != HttpSettings():
+        raise ConfigError(
+            f"{args.config}: http: `serve run` listens on 127.0.0.1:8000 whatever this says; leave "
+            "it out, or start the service through deployments.application.start"
+        )
+    return build(config)
 
 
 def build(config: ServiceConfig) -> Application:

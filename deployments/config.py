@@ -329,5 +329,6 @@ def _words(error: ValidationError) -> str:
     lines = []
     for problem in error.errors(include_input=False, include_url=False):
         key = ".".join(str(part) for part in problem["loc"]) or "the file"
-        lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}")
+        words = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{key}: {'unknown key' if problem['type'] == 'extra_forbidden' else words}")
     return "; ".join(lines)

@@ -97,7 +97,7 @@ class Demo:
             self._fill_bucket(self._server)
         config_file = self._private / "config.yaml"
         config_file.write_text(yaml.safe_dump(self._service_settings(), sort_keys=False))
-        say("starting Ray and the service ...")
+        say("starting Ray and the service: half a minute, more on a busy machine ...")
         try:
             self._start_service(config_file)
             say(f"ready after {time.monotonic() - begin:.0f} s")
@@ -107,6 +107,7 @@ class Demo:
         finally:
             say("stopping ...")
             self._stop_service()
+            say("stopped")
 
     def _set_environment(self) -> None:
         """What Ray and its workers read when they start; they inherit it from this process."""

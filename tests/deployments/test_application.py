@@ -15,7 +15,7 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from deployments.adapter_actor import AdapterStoreActor
 from deployments.application import AppArgs, _host_cache_dir, _salt_key, app, build
-from deployments.config import ConfigError, ServiceConfig, load_config
+from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, load_config
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from tests.deployments.conftest import DEMO
@@ -91,3 +91,11 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
         assert engine.store.stats().loads["remote"] == 0
     finally:
         engine.close()
+
+
+def test_an_http_address_that_serve_run_would_ignore_is_refused(tmp_path: Path) -> None:
+    text = DEFAULT_CONFIG.read_text().replace("../tests", str(DEFAULT_CONFIG.parents[1] / "tests"))
+    path = tmp_path / "service.yaml"
+    path.write_text(text + "\nhttp: {port: 8123}\n")
+    with pytest.raises(ConfigError, match="127.0.0.1:8000"):
+        app(AppArgs(config=str(path)))

@@ -50,11 +50,16 @@ def start(tmp_path: Path, mode: str = "plain") -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         # As a shell does it for what runs in the background: it must stop on SIGINT all the same.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        preexec_fn=_like_a_background_job,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     return process
+
+
+def _like_a_background_job() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may be under nohup
 
 
 def mark(tmp_path: Path) -> str:

@@ -56,7 +56,7 @@ class Service:
 
     def metrics(self) -> "Metrics":
         time.sleep(2.5)  # replicas report once a second, and the page may be a second old
-        return Metrics(httpx.get(f"{self.url}/metrics").text)
+        return Metrics(httpx.get(f"{self.url}/metrics", timeout=30).text)
 
 
 @dataclass
