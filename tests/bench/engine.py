@@ -12,6 +12,7 @@ that every request came back whole.
 import argparse
 import csv
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -185,7 +186,7 @@ def describe_run() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
-        "commit": git("rev-parse", "--short", "HEAD") or "unknown",
+        "commit": git("rev-parse", "--short", "HEAD") or os.environ.get("COMMIT", "unknown"),
         "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         "utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
