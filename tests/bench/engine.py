@@ -174,7 +174,7 @@ def run_closed_loop(
 
 
 def describe_run() -> dict[str, Any]:
-    """Where and of what the numbers are: GPU, torch, commit, whether the tree had changes, UTC time.
+    """Where and of what the numbers are: GPU, torch, commit, whether it was changed, UTC time.
 
     A copy of the tree without git is told its commit by the variable COMMIT.
     """

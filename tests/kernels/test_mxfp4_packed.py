@@ -150,15 +150,18 @@ def test_lengths_do_not_compile_anew() -> None:
 def test_machine_code_is_what_was_meant(tokens: int) -> None:
     """Weights come by 16 bytes, two a product, and go into the tensor core from registers.
 
-    Few tokens take mma.sync: there ptxas waits after every single wgmma.
+    Tiles of 8 rows take mma.sync. With 16 rows ptxas waits after every single wgmma, and yet that
+    form measured fastest on an H200.
     """
     (spec,) = [s for s in packed_specs(False, 5760) if s.name.endswith(f"_{tokens}")]
     code = disassemble(spec)
     assert "LDGSTS.E.BYPASS.128" in code
     assert "HMUL2.BF16_V2" in code
     from_registers = re.findall(r"HGMMA\.64x128x16\.F32\.BF16 R\d+, R\d+, gdesc", code)
-    if tokens > 32:
-        assert from_registers and code.count("HGMMA.") == len(from_registers)
-        assert code.count("WARPGROUP.DEPBAR") < len(from_registers)
-    else:
+    if tokens == 1:
         assert "HMMA.16816.F32.BF16" in code and "HGMMA." not in code
+        return
+    found = code.count("HGMMA.")
+    assert found and found == len(re.findall(r"HGMMA\.\S+ R\d+, R\d+, gdesc", code))
+    if tokens > 32:
+        assert code.count("WARPGROUP.DEPBAR") < len(from_registers)
