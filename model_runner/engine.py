@@ -81,9 +81,12 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Take a request in. Whatever is wrong with it is told by its outputs: one for each of its
         n sequences."""
-        refusal = self._find_fault(request)
+        try:
+            refusal = self._find_fault(request)
+        except Exception as error:  # a value of a type that nobody expected
+            refusal = ErrorCode.BAD_REQUEST, f"malformed request: {type(error).__name__}: {error}"
         if refusal is not None:
-            n = request.sampling.n
+            n = getattr(request.sampling, "n", 1)
             count = n if isinstance(n, int) and 1 <= n <= 128 else 1
             self._outputs += [make_failure(request, i, *refusal) for i in range(count)]
             return

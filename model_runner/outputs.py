@@ -6,6 +6,7 @@ Plain values only: nothing here changes any state.
 import dataclasses
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, StoreFull
+from adapter_store.ref import AdapterRef
 from model_runner.request import (
     ErrorCode,
     FinishReason,
@@ -23,8 +24,12 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
     problem = s.problem()
     if problem:
         return ErrorCode.BAD_REQUEST, problem
+    if not isinstance(ids, tuple | list):
+        return ErrorCode.BAD_REQUEST, f"token_ids must be a tuple, not {type(ids).__name__}"
     if not ids:
         return ErrorCode.BAD_REQUEST, "the prompt is empty"
+    if request.adapter is not None and not isinstance(request.adapter, AdapterRef):
+        return ErrorCode.BAD_REQUEST, f"adapter must be an AdapterRef, not {request.adapter!r:.60}"
     for i in ids:
         if type(i) is not int or not 0 <= i < vocab_size:
             return ErrorCode.BAD_REQUEST, f"token id {i!r:.40} is not in 0..{vocab_size - 1}"
@@ -74,9 +79,9 @@ def make_news(
 
 
 def make_end(request: Request, index: int, reason: FinishReason) -> RequestOutput:
-    return RequestOutput(
-        request.request_id, index, finish_reason=reason, num_prompt_tokens=len(request.token_ids)
-    )
+    ids = request.token_ids
+    length = len(ids) if isinstance(ids, tuple | list) else 0  # it may be refused for just that
+    return RequestOutput(request.request_id, index, finish_reason=reason, num_prompt_tokens=length)
 
 
 def make_failure(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
