@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from adapter_store.sources.source import S3Options
 
 REPORT_PERIOD_S = 1.0
-STUCK_S = 60.0
 _TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 
@@ -104,8 +103,6 @@ class Replica:
         """Serve replaces this replica if it raises."""
         if not self._loop.alive:
             raise RuntimeError("the engine is not running")
-        if self._loop.stats().step_age_s > STUCK_S:
-            raise RuntimeError(f"no step has ended for {STUCK_S} s while work waits")
         if self._seat_lost:
             raise RuntimeError(f"seat {self._seat} is held by another replica")
 
@@ -151,7 +148,7 @@ class Replica:
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(self._make_actor)
             await self._actor.prefetch.remote(self._model, refs)
-        except RayError as exc:
+        except Exception as exc:
             # It died with the replica that made it, or gave up: the next try makes one if needed.
             _log.warning("nothing was fetched ahead: %s", exc)
             self._actor = None

@@ -56,7 +56,8 @@ class Engine:
         on_cpu = self.device.type == "cpu"
         self._look_ahead = (not on_cpu) if config.look_ahead is None else config.look_ahead
         self._lives: dict[str, list[Life]] = {}
-        self._arriving: dict[str, Request] = {}
+        self._arriving: dict[str, Request] = {}  # their adapter's content is not known yet
+        self._gone: dict[str, set[int]] = {}  # of these, the sequences that were aborted since
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
         self._outputs: list[RequestOutput] = []
@@ -100,20 +101,15 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one of its sequences) now, silently but for a last output. Unknown ids
         are ignored."""
-        arriving = self._arriving.pop(request_id, None)
+        arriving = self._arriving.get(request_id)
         if arriving is not None:
-            del self._lives[request_id]
-            assert arriving.adapter is not None
-            self.store.forget(arriving.adapter)
-            self._outputs += [
-                make_end(arriving, i, FinishReason.ABORT) for i in range(arriving.sampling.n)
-            ]
+            self._abort_arriving(arriving, index)
             return
         for life in list(self._lives.get(request_id, ())):
             if index is not None and life.index != index:
                 continue
             adapter = life.request.adapter
-            if adapter is not None and life.num_cached_tokens < 0:  # it never entered
+            if adapter is not None and not life.has_entered:
                 self.store.forget(adapter)
             if self.scheduler.abort(life.seq_id):
                 self._finish(life, FinishReason.ABORT)
@@ -156,12 +152,7 @@ class Engine:
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
-            scored = (
-                {s: self._sinks[i] for s, i in enumerate(batch.seq_ids) if i in self._sinks}
-                if self._sinks
-                else None
-            )
-            launched = self.runner.launch(batch, scored)
+            launched = self.runner.launch(batch, self._sinks_of(batch) if self._sinks else None)
             self._counts["steps"] += 1
         if self._look_ahead:
             due, self._pending = self._pending, launched
@@ -323,25 +314,43 @@ class Engine:
             if error is not None:
                 del self._arriving[request_id], self._lives[request_id]
                 code, text = adapter_error(error)
+                self.store.forget(request.adapter)
                 self._outputs += [
-                    make_failure(request, i, code, text) for i in range(request.sampling.n)
+                    make_failure(request, i, code, text) for i in self._still_wanted(request)
                 ]
+                self._gone.pop(request_id, None)
             elif digest is not None:
                 del self._arriving[request_id]
                 bound = dataclasses.replace(request.adapter, revision=digest)
                 self.store.forget(request.adapter)
-                for _ in range(request.sampling.n):
+                for _ in self._still_wanted(request):
                     self.store.prefetch(bound)
                 self._admit(dataclasses.replace(request, adapter=bound))
 
     def _admit(self, request: Request) -> None:
         seed = request.sampling.seed if request.sampling.seed is not None else next(self._seeds)
-        for index in range(request.sampling.n):
+        for index in self._still_wanted(request):
             life = Life(next(self._ids), request, index, seed)
             self._lives[request.request_id].append(life)
             if request.request_id in self._score_sinks:
                 self._sinks[life.seq_id] = self._score_sinks[request.request_id]
             self.scheduler.add(life)
+        self._gone.pop(request.request_id, None)
+
+    def _still_wanted(self, request: Request) -> list[int]:
+        """Which of its n sequences were not aborted while its adapter was on the way."""
+        gone = self._gone.get(request.request_id, ())
+        return [i for i in range(request.sampling.n) if i not in gone]
+
+    def _abort_arriving(self, request: Request, index: int | None) -> None:
+        ended = [i for i in self._still_wanted(request) if index is None or i == index]
+        self._outputs += [make_end(request, i, FinishReason.ABORT) for i in ended]
+        self._gone.setdefault(request.request_id, set()).update(ended)
+        if not self._still_wanted(request):
+            del self._arriving[request.request_id], self._lives[request.request_id]
+            del self._gone[request.request_id]
+            assert request.adapter is not None
+            self.store.forget(request.adapter)
 
     def _tell(self, update: Update, logprobs: tuple[TokenLogprobs | None, ...] | None) -> None:
         life, token = update.seq, update.token

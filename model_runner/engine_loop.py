@@ -6,11 +6,12 @@ many streams there are.
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from model_runner.engine import Engine
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
@@ -19,6 +20,7 @@ from model_runner.stats import EngineStats
 IDLE_WAIT_S = 0.2
 LOAD_POLL_S = 0.001  # how often a waiting engine looks whether an adapter arrived
 SNAPSHOT_S = 0.02
+STUCK_S = 60.0
 
 
 @dataclass(eq=False)
@@ -28,7 +30,7 @@ class _Stream:
     request: Request
     loop: asyncio.AbstractEventLoop
     outputs: "asyncio.Queue[RequestOutput]"
-    open: set[int] = field(default_factory=set)
+    open: set[int]
 
 
 class EngineLoop:
@@ -40,7 +42,10 @@ class EngineLoop:
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self._make_engine = make_engine
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Stream] = {}  # by the engine's id
+        self._key_of: dict[str, str] = {}  # request_id -> the engine's id
+        self._numbers = itertools.count()
+        self._closed, self._epitaph = False, "the engine was stopped"
         self._ready, self._stopping = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self._snapshot, self._snapshot_at = EngineStats(), 0.0
@@ -62,8 +67,9 @@ class EngineLoop:
         is)."""
         return (
             self._ready.is_set()
+            and not self._closed
             and self._thread.is_alive()
-            and time.monotonic() - self._last_turn < 60
+            and time.monotonic() - self._last_turn < STUCK_S
         )
 
     def stats(self) -> EngineStats:
@@ -73,27 +79,32 @@ class EngineLoop:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End one sequence of a request, or all of them. Unknown ids are ignored: they may just
         have finished."""
-        self._commands.put(lambda engine: engine.abort(request_id, index))
+        key = self._key_of.get(request_id)
+        if key is not None:
+            self._commands.put(lambda engine: engine.abort(key, index))
 
     async def stream(self, request: Request) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, until each of its sequences has finished.
 
         Closing or cancelling the generator aborts the request in the engine before its next step.
+        The same request_id may be used again as soon as its stream is closed.
         """
-        if request.request_id in self._streams:
-            yield _dead(
-                request,
-                0,
-                ErrorCode.BAD_REQUEST,
-                f"request_id {request.request_id!r} is already running",
-            )
+        problem = request.sampling.problem()
+        indices = range(1 if problem else request.sampling.n)
+        refusal = self._refusal(request, problem)
+        if refusal is not None:
+            for index in indices:
+                yield _dead(request, index, *refusal)
             return
-        stream = _Stream(request, asyncio.get_running_loop(), asyncio.Queue())
-        stream.open.update(range(request.sampling.n))
-        self._streams[request.request_id] = stream
-        self._commands.put(lambda engine: engine.submit(request))
-        if not self.alive:
-            self._fail_streams("the engine is not running")
+        # The engine gets an id of this stream's own: what is left of an earlier stream with the
+        # same request_id must not reach this one.
+        key = f"{request.request_id}#{next(self._numbers)}"
+        stream = _Stream(request, asyncio.get_running_loop(), asyncio.Queue(), set(indices))
+        self._streams[key], self._key_of[request.request_id] = stream, key
+        mine = replace(request, request_id=key)
+        self._commands.put(lambda engine: engine.submit(mine))
+        if self._closed:  # it closed meanwhile, perhaps before it saw this stream
+            self._fail(stream, self._epitaph)
         try:
             while stream.open:
                 output = await stream.outputs.get()
@@ -101,9 +112,17 @@ class EngineLoop:
                     stream.open.discard(output.index)
                 yield output
         finally:
-            self._streams.pop(request.request_id, None)
+            del self._streams[key], self._key_of[request.request_id]
             if stream.open:
-                self.abort(request.request_id)
+                self._commands.put(lambda engine: engine.abort(key))
+
+    def _refusal(self, request: Request, problem: str | None) -> tuple[ErrorCode, str] | None:
+        if problem:
+            return ErrorCode.BAD_REQUEST, problem
+        if request.request_id in self._key_of:
+            words = f"request_id {request.request_id!r:.80} is already running"
+            return ErrorCode.BAD_REQUEST, words
+        return None if self.alive else (ErrorCode.ENGINE_DEAD, "the engine is not running")
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running requests get an error."""
@@ -122,19 +141,19 @@ class EngineLoop:
             self._ready.set()
             return
         self._snapshot = engine.stats()
+        self._last_turn = time.monotonic()
         self._ready.set()
         try:
             while not self._stopping.is_set():
                 self._turn(engine)
         except BaseException as error:
             self._failure = error
+            self._epitaph = f"the engine stopped: {type(error).__name__}: {error}"
             raise
         finally:
-            self._fail_streams(
-                f"the engine stopped: {self._failure}"
-                if self._failure
-                else "the engine was stopped"
-            )
+            self._closed = True
+            for stream in list(self._streams.values()):
+                self._fail(stream, self._epitaph)
             with contextlib.suppress(Exception):
                 engine.close()
 
@@ -164,21 +183,20 @@ class EngineLoop:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                by_loop.setdefault(stream.loop, []).append((stream, output))
+                told = replace(output, request_id=stream.request.request_id)
+                by_loop.setdefault(stream.loop, []).append((stream, told))
         for loop, items in by_loop.items():
             with contextlib.suppress(
                 RuntimeError
             ):  # the loop closed while its streams were running
                 loop.call_soon_threadsafe(_hand_over, items)
 
-    def _fail_streams(self, why: str) -> None:
-        for stream in list(self._streams.values()):
-            outputs = [
-                (stream, _dead(stream.request, i, ErrorCode.ENGINE_DEAD, why))
-                for i in sorted(stream.open)
-            ]
-            with contextlib.suppress(RuntimeError):
-                stream.loop.call_soon_threadsafe(_hand_over, outputs)
+    def _fail(self, stream: _Stream, why: str) -> None:
+        outputs = [
+            _dead(stream.request, i, ErrorCode.ENGINE_DEAD, why) for i in sorted(stream.open)
+        ]
+        with contextlib.suppress(RuntimeError):
+            stream.loop.call_soon_threadsafe(_hand_over, [(stream, o) for o in outputs])
 
 
 def _hand_over(items: list[tuple[_Stream, RequestOutput]]) -> None:

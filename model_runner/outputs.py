@@ -21,6 +21,9 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
     """What is wrong with a request as such, for a model of this vocabulary and length; None if
     nothing is."""
     s, ids = request.sampling, request.token_ids
+    for name in ("request_id", "tenant_id", "cache_salt"):
+        if not isinstance(getattr(request, name), str):
+            return ErrorCode.BAD_REQUEST, f"{name} must be a string"
     problem = s.problem()
     if problem:
         return ErrorCode.BAD_REQUEST, problem

@@ -67,7 +67,7 @@ class SamplingParams:
                 "a number in [0, 100]",
             ),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0"),
+            ("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer in 0..2^31 - 1"),
             (
                 "seed",
                 self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
@@ -75,7 +75,12 @@ class SamplingParams:
             ),
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
             ("min_tokens", _is_int(self.min_tokens) and self.min_tokens >= 0, "an integer >= 0"),
-            ("stop_ids", all(_is_int(i) and i >= 0 for i in self.stop_ids), "token ids >= 0"),
+            (
+                "stop_ids",
+                isinstance(self.stop_ids, tuple)
+                and all(_is_int(i) and i >= 0 for i in self.stop_ids),
+                "a tuple of token ids >= 0",
+            ),
             (
                 "logprobs",
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),

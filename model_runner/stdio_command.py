@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from typing import IO, Any
@@ -165,9 +164,14 @@ def _write(out: IO[str], objects: list[dict[str, Any]]) -> None:
 
 
 def _read_lines(lines: "queue.SimpleQueue[str | None]") -> None:
-    for line in sys.stdin:
-        lines.put(line)
-    lines.put(None)
+    # A file of its own: Python closes sys.stdin at its end, which a blocked reader would hold up.
+    # Bytes that are no text make a bad line, not a dead reader.
+    stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    try:
+        for line in stdin:
+            lines.put(line)
+    finally:
+        lines.put(None)
 
 
 def _take_stdout() -> IO[str]:

@@ -128,7 +128,7 @@ class ModelRunner:
     ) -> PendingStep:
         """Queue one step on the device.
 
-        scored  batch row -> sink(row, first position, logits [tokens, V]): rows whose every
+        scored  batch row -> sink(first position, logits [tokens, V]): rows whose every
                 position's logits are wanted
         """
         self._step += 1

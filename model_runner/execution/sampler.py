@@ -99,7 +99,9 @@ def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     tempered mass. [n, V] -> [n, V]"""
     device, vocab = logits.device, logits.shape[-1]
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)  # [n, V] twice
-    top_k = torch.tensor([r.top_k or vocab for r in rows], device=device)[:, None]  # [n, 1]
+    top_k = torch.tensor([min(r.top_k or vocab, vocab) for r in rows], device=device)[
+        :, None
+    ]  # [n, 1]
     top_p = torch.tensor([r.top_p for r in rows], device=device)[:, None]  # [n, 1]
     temperature = torch.tensor([r.temperature for r in rows], device=device)[:, None]  # [n, 1]
     beyond = torch.arange(vocab, device=device)[None] >= top_k  # [n, V]

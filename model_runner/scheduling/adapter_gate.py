@@ -21,8 +21,11 @@ class SlotGate(Protocol):
     def acquire(self, ref: AdapterRef) -> SlotLease | None:
         """A lease if the adapter is in a slot; None: not yet (asking makes the store bring it)."""
 
-    def release(self, lease: Any, /) -> None:
-        """Give one of its own leases back: no launched step names it any more."""
+    def release(self, lease: Any, /, *, unused: bool = False) -> None:
+        """Give one of its own leases back: no launched step names it any more.
+
+        unused  none ever did: its sequence waits on, and the adapter must not go meanwhile
+        """
 
     def error_of(self, ref: AdapterRef) -> Exception | None:
         """Why the adapter will never come, or None."""

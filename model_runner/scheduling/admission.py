@@ -156,7 +156,7 @@ class Admission:
             seq.page_need, seq.tried_step = need, step
             self.is_shut = True
             if lease is not None:
-                self._gate.release(lease)
+                self._gate.release(lease, unused=True)
             return False
         self._pool.adopt(seq.table, num_cached)
         seq.slot = lease

@@ -39,7 +39,7 @@ class ResidentGate:
     def acquire(self, ref: AdapterRef) -> Lease:
         return Lease(int(ref.adapter_id))
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, /, *, unused: bool = False) -> None:
         pass
 
     def error_of(self, ref: AdapterRef) -> None:

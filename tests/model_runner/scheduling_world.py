@@ -111,7 +111,7 @@ class FakeGate:
                 return slot
         return None
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, /, *, unused: bool = False) -> None:
         del self.held[lease]  # KeyError: given back twice
 
     def error_of(self, ref: AdapterRef) -> Exception | None:
