@@ -174,6 +174,14 @@ def test_a_bad_line_is_answered_and_the_engine_goes_on(stdio, line, name, word):
     assert len(stdio.ids(good)) == 3
 
 
+def test_bytes_that_are_no_text_are_a_bad_line(stdio):
+    stdio.by_id.pop(None, None)
+    stdio.child.stdin.buffer.write(b"\xff\xfe\n")
+    stdio.child.stdin.flush()
+    stdio.wait(lambda: None in stdio.by_id)
+    assert "JSONDecodeError" in stdio.by_id[None][0]["error"]
+
+
 def test_abort_ends_a_request(stdio):
     stdio.send({"id": "long", "input_ids": [5, 6], "max_tokens": 3000, "ignore_eos": True})
     stdio.wait(lambda: "long" in stdio.by_id)

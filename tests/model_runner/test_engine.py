@@ -226,6 +226,46 @@ def test_abort_gives_everything_back(engine):
     engine.abort("never was")
 
 
+def test_aborting_what_waits_for_its_adapter_leaves_no_claim_on_a_slot():
+    """Else the adapter that nobody wants any more is kept, and the next tenant waits for it."""
+    small = make_engine(max_loras=1)
+    try:
+        sampling = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+        small.submit(Request("long", (5, 6), sampling, REFS["pirate"]))
+        while small.stats().running == 0:
+            small.step()
+        many = dataclasses.replace(sampling, n=3)
+        small.submit(Request("gone", (5, 6), many, REFS["formal"]))
+        ended = []
+        while small.stats().waiting_for_adapter < 3:
+            ended += small.step()
+        small.abort("gone", 1)
+        small.abort("gone")
+        small.abort("long")
+        while small.has_work:
+            ended += small.step()
+        stopped = [(o.request_id, o.index) for o in ended if o.finish_reason]
+        assert sorted(stopped) == [("gone", 0), ("gone", 1), ("gone", 2), ("long", 0)]
+        begin = time.monotonic()
+        short = dataclasses.replace(sampling, max_tokens=2)
+        small.generate([Request("next", (5, 6), short, REFS["spanish"])])
+        assert time.monotonic() - begin < 5  # a claim would hold the slot for ten
+        assert not any(e.waiters for e in small.store._prefetcher._entries.values())
+    finally:
+        small.close()
+
+
+def test_one_of_n_aborted_before_its_adapter_came_leaves_the_others(engine):
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=3)
+    engine.submit(Request("n", (5, 6, 7), sampling, REFS["spanish"]))
+    engine.abort("n", 1)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    last = {o.index: o.finish_reason for o in outputs if o.finish_reason}
+    assert last == {0: FinishReason.LENGTH, 1: FinishReason.ABORT, 2: FinishReason.LENGTH}
+
+
 @pytest.mark.parametrize(
     ("request_fields", "code"),
     [
@@ -239,6 +279,10 @@ def test_abort_gives_everything_back(engine):
         ({"sampling": SamplingParams(top_p=float("nan"))}, ErrorCode.BAD_REQUEST),
         ({"sampling": SamplingParams(n=0)}, ErrorCode.BAD_REQUEST),
         ({"sampling": SamplingParams(stop_ids=None)}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(stop_ids=[5])}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(top_k=10**20)}, ErrorCode.BAD_REQUEST),
+        ({"tenant_id": [1]}, ErrorCode.BAD_REQUEST),
+        ({"cache_salt": None}, ErrorCode.BAD_REQUEST),
         ({"sampling": SamplingParams(max_tokens=None)}, ErrorCode.BAD_REQUEST),
         ({"sampling": None}, ErrorCode.BAD_REQUEST),
         ({"token_ids": None}, ErrorCode.BAD_REQUEST),

@@ -104,6 +104,54 @@ async def test_n_answers_and_bad_requests_end_their_streams(loop):
     ]
 
 
+async def test_a_request_id_used_again_gets_its_own_tokens(loop):
+    wanted = await collect(loop, greedy("first-time", 12))
+    stream = loop.stream(greedy("again", 900))
+    await anext(stream)
+    await stream.aclose()
+    assert await collect(loop, greedy("again", 12)) == wanted
+    await wait_until(lambda: loop.stats().running == 0, 1)
+
+
+async def test_a_stuck_engine_refuses_the_new_and_keeps_the_old(loop, monkeypatch):
+    stream = loop.stream(greedy("old", 400))
+    await anext(stream)
+    monkeypatch.setattr(EngineLoop, "alive", False)
+    refused = [o async for o in loop.stream(greedy("new", 5))]
+    assert [o.error_code for o in refused] == [ErrorCode.ENGINE_DEAD]
+    monkeypatch.undo()
+    assert [o async for o in stream][-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_whatever_n_is_the_stream_ends(loop):
+    for n in (0, 200, None):
+        sampling = SamplingParams(n=n, max_tokens=2)
+        outputs = [o async for o in loop.stream(Request(f"n{n}", (5, 6), sampling))]
+        assert [o.error_code for o in outputs] == [ErrorCode.BAD_REQUEST]
+
+
+async def test_a_stopped_loop_refuses_even_while_its_engine_closes(monkeypatch):
+    loop = EngineLoop(lambda: Engine(CONFIG))
+    loop.start(60)
+    closing, go_on = threading.Event(), threading.Event()
+    real = Engine.close
+
+    def slow_close(self):
+        closing.set()
+        go_on.wait(10)
+        real(self)
+
+    monkeypatch.setattr(Engine, "close", slow_close)
+    stopper = threading.Thread(target=loop.stop)
+    stopper.start()
+    await wait_until(closing.is_set, 5)
+    assert not loop.alive
+    late = [o async for o in loop.stream(greedy("late", 5))]
+    assert [o.error_code for o in late] == [ErrorCode.ENGINE_DEAD]
+    go_on.set()
+    stopper.join(20)
+
+
 def test_streams_of_two_event_loops(loop):
     results = {}
 
