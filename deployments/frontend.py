@@ -183,6 +183,11 @@ class Frontend:
         meter.finish(200)
         return job.writer.whole()
 
+    async def close(self, meter: "Meter", outputs: Outputs) -> None:
+        """The end of a streamed answer, however far it came; nothing happens if it came to it."""
+        await outputs.aclose()
+        meter.finish(CLIENT_GONE_STATUS)
+
     async def events(
         self, job: Job, meter: "Meter", outputs: Outputs, first: tuple[int, TextOutput]
     ) -> AsyncGenerator[bytes, None]:

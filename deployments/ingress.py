@@ -6,8 +6,9 @@ What happens between a body and the engine is in frontend.py.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -17,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS, ApiError
@@ -52,9 +53,27 @@ class ControlPlane(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose generator is closed as soon as the client is gone."""
+    """Server-sent events whose generator is closed as soon as the client is gone.
+
+    close  called once at the end: a generator that never started runs no `finally` of its own
+    """
 
     body_iterator: AsyncGenerator[bytes, None]
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._close()
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):
@@ -134,7 +153,7 @@ async def _answer(frontend: Frontend, request: Request, prepare: _Prepare) -> Re
         outputs = frontend.outputs(job, meter)
         first = await _unless_gone(request.receive, frontend.first(outputs))
         events = frontend.events(job, meter, outputs, first)
-        return EventStream(events, media_type="text/event-stream", headers=headers)
+        return EventStream(events, partial(frontend.close, meter, outputs), headers)
     except ClientGone:
         meter.finish(CLIENT_GONE_STATUS)
         return Response(status_code=CLIENT_GONE_STATUS)

@@ -13,7 +13,7 @@ import pytest
 from deployments.api_errors import ERRORS
 from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
-from deployments.ingress import build_api
+from deployments.ingress import EventStream, build_api
 from model_runner.request import ErrorCode
 from tests.deployments.conftest import Face, FakeControl, ScriptedBackend
 
@@ -411,3 +411,27 @@ async def test_metrics_are_counted(face: Face) -> None:
     assert sum(histograms[("moe_time_to_first_token_seconds", labels)][0]) == 1
     assert sum(histograms[("moe_inter_token_seconds", labels)][0]) == 4
     assert face.frontend.traffic == {"pirate/pirate": prompt + 5}
+
+
+async def test_a_client_gone_before_the_first_event_closes_what_never_started() -> None:
+    """A seat that such an answer kept would be the tenant's for ever."""
+    ended: list[str] = []
+
+    async def events() -> Any:
+        try:
+            yield b"data: 1"
+        finally:
+            ended.append("events")
+
+    async def close() -> None:
+        ended.append("close")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(30)
+
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+    await asyncio.wait_for(EventStream(events(), close)(scope, receive, send), 5)
+    assert ended == ["close"]
