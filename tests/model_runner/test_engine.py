@@ -255,6 +255,19 @@ def test_aborting_what_waits_for_its_adapter_leaves_no_claim_on_a_slot():
         small.close()
 
 
+def test_an_adapter_that_failed_keeps_no_waiters():
+    """Else what nobody can have is remembered for ever."""
+    other = make_engine(max_loras=1)
+    try:
+        for i in range(4):
+            missing = AdapterRef("missing", "/nowhere/at/all")
+            done = other.generate([Request(f"m{i}", (5, 6), GREEDY, missing)])[0]
+            assert done.error_code is ErrorCode.ADAPTER_NOT_FOUND
+        assert not any(e.waiters for e in other.store._prefetcher._entries.values())
+    finally:
+        other.close()
+
+
 def test_one_of_n_aborted_before_its_adapter_came_leaves_the_others(engine):
     sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=3)
     engine.submit(Request("n", (5, 6, 7), sampling, REFS["spanish"]))
