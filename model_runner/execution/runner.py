@@ -42,6 +42,8 @@ from model_runner.scheduling.batch import ScheduledBatch
 BUFFERS = (
     3  # host buffers of one shape in turn: the step in flight may still be reading the last two
 )
+# Positions whose logits are held at once when all of a prompt's are wanted.
+SCORE_ROWS = 1024
 ScoreSink = Callable[[int, Tensor], None]  # (first position, logits [tokens, V])
 
 
@@ -211,15 +213,27 @@ class ModelRunner:
         )
         views = self._upload(buffer)
         ctx = self._context(views, max(counts), max_len)
-        logits = self.model.forward(self._token_ids(views), ctx)  # [Z, V]
         n = len(sample_rows)
-        at = n
-        for s, sink in scored.items():
-            sink(batch.starts[s], logits[at : at + counts[s]])
-            at += counts[s]
-        tokens = sample_token(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [Z]
+        if scored:
+            x = self.model.hidden(self._token_ids(views), ctx)  # [Z, H]
+            logits = self._head(x, ctx, 0, n)  # [n, V]
+            at = n
+            for s, sink in scored.items():
+                for done in range(0, counts[s], SCORE_ROWS):
+                    end = at + min(done + SCORE_ROWS, counts[s])
+                    sink(batch.starts[s] + done, self._head(x, ctx, at + done, end))
+                at += counts[s]
+        else:
+            logits = self.model.forward(self._token_ids(views), ctx)  # [n, V]
+        tokens = sample_token(logits, views["temperature"][:n], views["uniform"][:n])  # [n]
         self._previous[views["sample_rows"][:n]] = tokens
-        return logits[:n], tokens
+        return logits, tokens
+
+    def _head(self, x: Tensor, ctx: ForwardContext, first: int, end: int) -> Tensor:
+        """Logits [end - first, V] of some of the step's logit rows. x [Z, H]"""
+        slots = ctx.slot_of_token[ctx.logit_rows[first:end]]
+        work = self._slot_work(slots) if self._lora is not None and self._seldom else None
+        return self.model.head.apply(x[first:end], ctx, slots, work)
 
     def _decode_step(
         self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.shapes import SHAPES, write_gpt_oss_adapter, write_model  # noqa: E402
+from tests.bench.shapes import SHAPES, write_adapter, write_model  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "engine.csv"
 
@@ -237,7 +237,7 @@ def main() -> None:
             write_model(model, config)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             for i, name in enumerate(names):
-                write_gpt_oss_adapter(work / name, config, args.rank, 100 + i, device)
+                write_adapter(work / name, config, args.rank, 100 + i, device)
         settings = {
             "load_format": "safetensors" if args.model else "random:7",
             "max_num_seqs": max(clients),

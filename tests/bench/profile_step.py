@@ -24,7 +24,7 @@ from adapter_store.ref import AdapterRef  # noqa: E402
 from model_runner.config import EngineConfig  # noqa: E402
 from model_runner.engine import Engine  # noqa: E402
 from model_runner.request import Request, SamplingParams  # noqa: E402
-from tests.bench.shapes import SHAPES, write_gpt_oss_adapter, write_model  # noqa: E402
+from tests.bench.shapes import SHAPES, write_adapter, write_model  # noqa: E402
 
 
 def fill(
@@ -96,7 +96,7 @@ def main() -> None:
         write_model(work / "model", config)
         refs = [AdapterRef(f"a{i}", str(work / f"a{i}")) for i in range(args.adapters)]
         for i, ref in enumerate(refs):
-            write_gpt_oss_adapter(Path(ref.uri), config, args.rank, 100 + i, "cuda")
+            write_adapter(Path(ref.uri), config, args.rank, 100 + i, "cuda")
         settings = {
             "max_num_seqs": 32,
             "max_model_len": args.tokens_in + 1024,
