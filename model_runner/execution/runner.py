@@ -94,7 +94,7 @@ class ModelRunner:
         self._seldom_slots, self._seldom = seldom_slots, True
         self._columns = -(-max_len // page_tokens)
         groups = len(layout.groups)
-        self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
+        self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns, page_tokens)
         self._previous = torch.zeros(
             max_num_seqs + 1, dtype=torch.int64, device=device
         )  # tokens by row of the last step
@@ -172,7 +172,7 @@ class ModelRunner:
     def _replay(self, batch: ScheduledBatch, size: int) -> tuple[Tensor, Tensor]:
         assert self._graphs is not None
         buffer = self._ring_buffer(self._decode_shape(size))
-        fill_decode(buffer, self._tables, batch, self._page_tokens, self._columns)
+        fill_decode(buffer, self._tables, batch)
         self._hit_steps += 1
         return self._graphs.replay(size, buffer, self._seldom)
 
@@ -180,7 +180,7 @@ class ModelRunner:
         columns = -(-(max(batch.starts) + 1) // self._page_tokens)
         shape = StepShape(*(len(batch.seq_ids),) * 3, columns, len(self._layout.groups))
         buffer = self._host_buffer(shape)
-        fill_decode(buffer, self._tables, batch, self._page_tokens, columns)
+        fill_decode(buffer, self._tables, batch)
         self._hit_steps += 1
         return self._decode_step(self._upload(buffer), shape, max(batch.starts) + 1)
 
@@ -204,8 +204,6 @@ class ModelRunner:
             buffer,
             self._tables,
             batch,
-            self._page_tokens,
-            columns,
             logit_rows,
             [*sample_rows, *padding],
         )
