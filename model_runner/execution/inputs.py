@@ -205,40 +205,66 @@ def fill_mixed(
     batch: ScheduledBatch,
     logit_rows: Sequence[int],
     sample_rows: Sequence[int],
+    spare_row: int,
 ) -> None:
-    """Fill the buffer for any step, unpadded. `sample_rows` are the batch rows that give a token,
-    `logit_rows` their last tokens."""
+    """Fill the buffer for any step. `sample_rows` are the batch rows that give a token,
+    `logit_rows` their last tokens, then further ones.
+
+    What the shape has more becomes padding: tokens of no row with slot -1 that write nothing, rows
+    without tokens, logits of token 0 whose draw goes to the place `spare_row`.
+    """
     v, columns, page_tokens = buffer.view, buffer.shape.pages, tables.page_tokens
     by_row = np.array((batch.starts, batch.slots, batch.sources, batch.num_tokens))  # [4, S]
     starts, _, sources, counts = by_row  # [S] each
     ends, lens = counts.cumsum(), starts + counts  # [S] twice
     rows = tables.rows(batch, lens)  # [S]
-    num_tokens = int(ends[-1])
+    n, t, z = len(counts), int(ends[-1]), len(logit_rows)
     v["sources"].fill(-1)
     v["sources"][ends - 1] = sources
     # What a token takes from its row, repeated in one go: the way from its number to its position,
     # its slot, and where its row begins in the page tables.
     by_row[0] = lens - ends
     by_row[2] = rows * tables.table.shape[2]
-    shift, token_slots, table_start = by_row[:3].repeat(counts, 1)  # [T] each
-    positions = v["positions"]
-    np.add(np.arange(num_tokens), shift, out=positions)
+    shift, slots, table_start = by_row[:3].repeat(counts, 1)  # [T] each
+    positions = v["positions"][:t]
+    np.add(np.arange(t), shift, out=positions)
     page, offset = np.divmod(positions, page_tokens)  # [T] twice
     page += table_start
     cu_q = v["cu_q"]
-    cu_q[0], cu_q[1:] = 0, ends
-    v["seq_lens"][:] = lens
-    v["slot_of_token"][:] = token_slots
+    cu_q[0], cu_q[1 : n + 1] = 0, ends
+    v["seq_lens"][:n] = lens
+    v["slot_of_token"][:t] = slots
     ids = chain.from_iterable([ids or (0,) for ids in batch.token_ids])
-    v["token_ids"][:] = np.fromiter(ids, np.int64, num_tokens)
+    v["token_ids"][:t] = np.fromiter(ids, np.int64, t)
     for g, table in enumerate(tables.table):
-        table[:, :columns].take(rows, 0, out=v[f"page_table{g}"])
+        table[:, :columns].take(rows, 0, out=v[f"page_table{g}"][:n])
         write = v[f"write_idx{g}"]
-        np.multiply(table.ravel().take(page), page_tokens, out=write, dtype=np.int64)
-        write += offset
-    v["logit_rows"][:], v["sample_rows"][:] = logit_rows, sample_rows
-    v["num_rows"][0] = len(counts)
+        np.multiply(table.ravel().take(page), page_tokens, out=write[:t], dtype=np.int64)
+        write[:t] += offset
+        write[t:] = -1
+    v["logit_rows"][:z], v["sample_rows"][: len(sample_rows)] = logit_rows, sample_rows
+    v["sample_rows"][len(sample_rows) :] = spare_row
+    v["num_rows"][0] = n
+    if buffer.shape.rows > n:
+        cu_q[n + 1 :], v["seq_lens"][n:] = t, 0
+    if buffer.shape.tokens > t:
+        positions = v["positions"]
+        v["token_ids"][t:], positions[t:], v["slot_of_token"][t:] = 0, 0, -1
+    if buffer.shape.logits > z:
+        v["logit_rows"][z:] = 0
     fill_sampling(buffer, batch, sample_rows)
+
+
+def fill_blank(buffer: HostBuffer, is_decode: bool, spare_row: int) -> None:
+    """A step of dummies alone, which reads no page but page 0 and writes nothing."""
+    v = buffer.view
+    for name, column in v.items():
+        column.fill(-1 if name.startswith(("slot_of_token", "sources", "write_idx")) else 0)
+    v["sample_rows"].fill(spare_row)
+    if is_decode:
+        v["seq_lens"].fill(1)
+        v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
+        v["logit_rows"][:] = np.arange(buffer.shape.rows)
 
 
 def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int]) -> None:

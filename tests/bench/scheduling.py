@@ -123,6 +123,7 @@ def fill_prefill(tables: PageTables, batch: ScheduledBatch) -> None:
         batch,
         [ends[s] - 1 for s in rows],
         rows,
+        2 * NUM_SEQS,
     )
 
 
