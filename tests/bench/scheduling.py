@@ -56,7 +56,7 @@ def measure(
     refs = [AdapterRef(str(i), f"file:///{i}") for i in range(NUM_ADAPTERS)]
     times: dict[str, list[float]] = {"schedule": [], "inputs": [], "commit": []}
     columns = MAX_LEN // PAGE_TOKENS
-    tables = PageTables(len(windows), 2 * NUM_SEQS, columns)
+    tables = PageTables(len(windows), 2 * NUM_SEQS, columns, PAGE_TOKENS)
     decode_buffer = HostBuffer(
         StepShape(NUM_SEQS, NUM_SEQS, NUM_SEQS, columns, len(windows)), pinned=False
     )
@@ -90,7 +90,7 @@ def measure(
         middle = clock()
         assert batch is not None
         if max(batch.num_tokens) == 1:
-            fill_decode(decode_buffer, tables, batch, PAGE_TOKENS, columns)
+            fill_decode(decode_buffer, tables, batch)
         else:
             fill_prefill(tables, batch)
         built = clock()
@@ -121,10 +121,9 @@ def fill_prefill(tables: PageTables, batch: ScheduledBatch) -> None:
         HostBuffer(shape, pinned=False),
         tables,
         batch,
-        PAGE_TOKENS,
-        used,
         [ends[s] - 1 for s in rows],
         rows,
+        2 * NUM_SEQS,
     )
 
 
