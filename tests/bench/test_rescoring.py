@@ -12,6 +12,7 @@ from adapter_store.ref import AdapterRef
 from kernels.fused_moe import moe_gate_up_reference, random_experts
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
+from model_runner.logits_command import add_parser, plan_scoring
 from tests.bench import rescoring
 from tests.bench.shapes import SHAPES, Shape, write_adapter, write_model
 
@@ -48,6 +49,7 @@ def score(folder: Path, ids: tuple[int, ...], ref: AdapterRef, **fields: str) ->
         max_model_len=512,
         lora_bytes=8 << 20,
         host_cache_dir=str(folder / "host"),
+        look_ahead=True,  # as on a GPU: no position may come twice
         **fields,
     )
     engine, parts = Engine(config), []
@@ -77,6 +79,26 @@ def test_weights_in_bf16_under_fp32_sums_and_logits_in_parts(tmp_path, monkeypat
     error = (narrow - wide).abs().median() / wide.std()
     assert 0 < error < 0.02, "the same weights, summed in another dtype"
     assert not torch.allclose(other, wide, rtol=0, atol=1e-4), "weights that were never rounded"
+
+
+def test_what_a_gpu_scores_with(tmp_path):
+    write_model(tmp_path / "model", SHAPES["gpt-oss-20b"].config)
+    (tmp_path / "run.json").write_text('{"max_num_seqs": 20, "max_lora_rank": 32}')
+    parser = add_parser(argparse.ArgumentParser().add_subparsers())
+    words = ["--jobs", "-", "--out", "-", "--device", "cuda", "--load-format", "random:7"]
+    words += ["--config", str(tmp_path / "run.json")]
+    refs = [AdapterRef(f"a{i}", f"/a{i}") for i in range(8)]
+    jobs = rescoring.make_jobs(48, 2200, 201088, refs, 600)
+    assert len({job.adapter for job in jobs[:3]}) == 3 and len(jobs) == 48
+    model = str(tmp_path / "model")
+    fast = plan_scoring(parser.parse_args(words), model, jobs)
+    slow = plan_scoring(parser.parse_args([*words, "--kernels", "reference"]), model, jobs)
+    assert (fast.dtype, fast.weight_dtype, fast.kv_bytes) == ("", "", 0)
+    assert (slow.dtype, slow.weight_dtype, slow.max_loras) == ("float32", "bfloat16", 8)
+    assert slow.max_step_tokens >= 8192 and slow.max_lora_rank == 32
+    # Two groups of pages, 2200 tokens of 20 sequences in each, 12 layers of a page in fp32.
+    page = 2 * 12 * 16 * 8 * 64 * 4
+    assert 2 * 20 * (2200 / 16) * page < slow.kv_bytes < 1.03 * 2 * 20 * (2200 / 16) * page
 
 
 def test_the_projection_runs_on_a_tiny_shape(tmp_path, monkeypatch, capsys):
