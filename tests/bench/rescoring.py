@@ -47,7 +47,8 @@ def time_cut(args: argparse.Namespace, layers: int, work: Path) -> dict[str, flo
     model = work / f"model{layers}"
     write_model(model, config)
     for i in range(args.adapters):
-        write_adapter(work / f"{layers}-a{i}", config, args.rank, 100 + i, device)
+        folder = work / f"{layers}-a{i}"
+        write_adapter(folder, config, args.rank, 100 + i, device, shape.b_std)
     named = ",".join(f"a{i}={work}/{layers}-a{i}" for i in range(args.adapters))
     commands = argparse.ArgumentParser().add_subparsers()
     line = ["--load-format", "random:7", "--adapters", named, "--kernels", "reference"]

@@ -89,17 +89,19 @@ QWEN3_32B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's config, and how its experts are chosen (0 = dense), as the judge is told."""
+    """A model's config, how its experts are chosen (0 = dense), as the judge is told, and the
+    deviation of its adapters' B."""
 
     config: dict[str, Any]
-    experts: int = 0
-    top_k: int = 0
+    experts: int
+    top_k: int
+    b_std: float
 
 
 SHAPES = {
-    "gpt-oss-20b": Shape(GPT_OSS_20B, 32, 4),
-    "qwen3-30b-a3b": Shape(QWEN3_30B_A3B, 128, 8),
-    "qwen3-32b": Shape(QWEN3_32B),
+    "gpt-oss-20b": Shape(GPT_OSS_20B, 32, 4, 0.12),
+    "qwen3-30b-a3b": Shape(QWEN3_30B_A3B, 128, 8, 0.12),
+    "qwen3-32b": Shape(QWEN3_32B, 0, 0, 0.03),
 }
 
 
@@ -149,12 +151,12 @@ def write_adapter(
     lora_rank: int,
     seed: int,
     device: str,
-    b_std: float = 0.03,
+    b_std: float,
 ) -> None:
     """A random adapter as PEFT 0.21 on transformers 5 lays it out, in every layer, bf16.
 
     A is normal(0, 1/sqrt(in)), B normal(0, b_std), alpha = rank: each delta has a deviation of
-    b_std * sqrt(rank), near a sixth of the base's output for 0.03 and rank 32.
+    b_std * sqrt(rank), two thirds of the base's output for 0.12 and rank 32. Why so much: LOG.md.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}

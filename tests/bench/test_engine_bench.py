@@ -32,7 +32,7 @@ TINY_BIG = TINY | {"vocab_size": 4000}
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", Shape(TINY_BIG, 8, 4))
+    monkeypatch.setitem(SHAPES, "tiny", Shape(TINY_BIG, 8, 4, 0.12))
 
 
 @pytest.mark.timeout(400)

@@ -67,7 +67,7 @@ def score(folder: Path, ids: tuple[int, ...], ref: AdapterRef, **fields: str) ->
 
 def test_weights_in_bf16_under_fp32_sums_and_logits_in_parts(tmp_path, monkeypatch):
     write_model(tmp_path / "model", TINY)
-    write_adapter(tmp_path / "a", TINY, 8, 1, "cpu")
+    write_adapter(tmp_path / "a", TINY, 8, 1, "cpu", 0.12)
     ref, ids = AdapterRef("a", str(tmp_path / "a")), tuple(range(100, 340))
     narrow = score(tmp_path, ids, ref, dtype="bfloat16")
     wide = score(tmp_path, ids, ref, dtype="float32", weight_dtype="bfloat16")
@@ -102,7 +102,7 @@ def test_what_a_gpu_scores_with(tmp_path):
 
 
 def test_the_projection_runs_on_a_tiny_shape(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "tiny", Shape(TINY, 8, 4))
+    monkeypatch.setitem(SHAPES, "tiny", Shape(TINY, 8, 4, 0.12))
     args = argparse.Namespace(
         shape="tiny", adapters=2, rank=8, jobs=6, tokens=60, scored=20, layers="1,2"
     )

@@ -87,7 +87,8 @@ def prepare(wishes: Wishes, folder: Path) -> Workload:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = cut_layers(SHAPES[wishes.shape].config, wishes.layers)
+    shape = SHAPES[wishes.shape]
+    config = cut_layers(shape.config, wishes.layers)
     names = tuple(f"a{i}" for i in range(wishes.adapters))
     mark = folder / "wishes.json"
     if mark.exists():
@@ -98,7 +99,7 @@ def prepare(wishes: Wishes, folder: Path) -> Workload:
     write_model(folder / "model", config)
     for i, name in enumerate(names):
         seed = FIRST_ADAPTER_SEED + 1000 * wishes.seed + i
-        write_adapter(folder / name, config, wishes.lora_rank, seed, device)
+        write_adapter(folder / name, config, wishes.lora_rank, seed, device, shape.b_std)
     # On a CPU adapters are kept in fp32. A quarter more than their bytes, for gaps between them.
     itemsize = 2 if device == "cuda" else 4
     stored = wishes.adapters * adapter_values(config, wishes.lora_rank) * itemsize
