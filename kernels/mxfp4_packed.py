@@ -16,17 +16,15 @@ Weights stand on the M side (Y^T = W X^T): a tile of few tokens wastes none of t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from kernels.lora_tables import Worklist
 from kernels.mxfp4 import CODES, GROUP, SCALE_BIAS
-from kernels.op import AotSpec, interpreting
+from kernels.op import AotSpec
 from kernels.tiling import Tiles, moe_block_m, narrow_block_m, tiles_for
 
 CHUNK = 256
@@ -66,27 +64,6 @@ class PackedMxfp4:
     @property
     def out_features(self) -> int:
         return self.words.shape[2]
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a launch goes about it, beside its tiles.
-
-    block_m  rows of a tile at most;  chains  sums that do not wait for each other (1 or 2);  ahead
-             chunks that the L2 is asked for before their turn;  max_registers  of a thread, 0 = as
-             the compiler likes;  overlap  start while the kernel before ends
-    """
-
-    block_m: int = 128
-    chains: int = 1
-    ahead: int = 0
-    max_registers: int = 0
-    overlap: bool = False
-
-
-def form_of(num_tokens: int) -> Form:
-    """Up to 32 tokens few experts have more than 8 rows. Those that do are read twice."""
-    return Form(block_m=8) if num_tokens <= 32 else Form()
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
@@ -151,7 +128,7 @@ def unpack_mxfp4(packed: PackedMxfp4, dtype: torch.dtype) -> Tensor:
 
 def packed_product(
     x: Tensor, packed: PackedMxfp4, bias: Tensor | None, num_tokens: int, num_rows: int,
-    work: Worklist, x_div: int, weights: Tensor | None, tiles: Tiles, form: Form | None = None,
+    work: Worklist, x_div: int, weights: Tensor | None, tiles: Tiles,
 ) -> Tensor:  # fmt: skip
     """The grouped product of fused_moe.py, on packed weights.
 
@@ -162,20 +139,14 @@ def packed_product(
     y = x.new_empty(num_rows, packed.out_features)  # [N, out]
     if not num_rows:
         return y
-    form = form or form_of(num_tokens)
     num_segments, out = work.segments.shape[0], packed.out_features
-    block_m = min(form.block_m, narrow_block_m(work.block_m, num_tokens))
+    block_m = min(tiles.block_m, narrow_block_m(work.block_m, num_tokens))
     num_m = num_segments * triton.cdiv(min(work.block_m, num_tokens), block_m)
     num_n = triton.cdiv(out, tiles.block_n)
     split = tiles.split_k
     assert split == 1 or num_m * num_n <= packed.counters.numel(), (num_m, split)
     partial = y.new_empty(split, num_rows, out, dtype=torch.float32) if split > 1 else x
-    on_hopper = x.dtype == torch.bfloat16 and not interpreting()
-    ahead = form.ahead if on_hopper and out >= tiles.block_n and out % 2 == 0 else 0
-    overlap = form.overlap and on_hopper
-    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    if form.max_registers:
-        options["maxnreg"] = form.max_registers
+    limit = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
     _packed_kernel[(num_n, num_m, split)](
         x, packed.words, packed.scales, bias if bias is not None else x, y,
         weights if weights is not None else x, work.rows, work.segments, partial, packed.counters,
@@ -183,8 +154,7 @@ def packed_product(
         X_DIV=x_div, HAS_BIAS=bias is not None, WEIGHTED=weights is not None,
         TAIL_GROUPS=packed.in_features % CHUNK // GROUP, SPLIT_K=split, BLOCK_M=block_m,
         BLOCK_N=tiles.block_n, GROUP_M=tiles.group_m, EVEN_N=out % tiles.block_n == 0,
-        CHAINS=form.chains, AHEAD=ahead, OVERLAP=overlap,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **limit,
     )  # fmt: skip
     return y
 
@@ -262,15 +232,6 @@ _LEFT = tl.constexpr(LEFT)
 _RIGHT = tl.constexpr(RIGHT)
 _KEPT_BIAS = tl.constexpr(KEPT_BIAS)
 _CODE_FACTOR = tl.constexpr(2.0**126)
-# Lane i of a program's first warp asks for chunk i of a tile, so one instruction asks for all.
-_PREFETCH = tl.constexpr("""{
-.reg .pred p; .reg .b32 t; .reg .b64 a;
-mov.u32 t, %tid.x;
-setp.lt.u32 p, t, $4;
-mad.wide.u32 a, t, $2, $1;
-@p cp.async.bulk.prefetch.L2.global [a], $3;
-mov.u32 $0, 0;
-}""")
 
 
 @triton.jit
@@ -330,22 +291,13 @@ def _load_group(x_ptrs, whole, GROUP_IDX: tl.constexpr, TAIL_GROUPS: tl.constexp
         return tl.load(x_ptrs + GROUP_IDX * 32, mask=whole, other=0.0)
 
 
-@triton.jit
-def _prefetch(ptr, step_bytes, BYTES: tl.constexpr, num_steps):
-    """Ask the L2 for BYTES from ptr on and from num_steps - 1 places step_bytes further each."""
-    tl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r,r,r", [ptr.to(tl.int64), step_bytes, BYTES, num_steps],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_segments", "num_rows"])
 def _packed_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, weights_ptr, rows_ptr, segments_ptr, partial_ptr,
     counters_ptr, num_segments, num_rows, x_stride, out_features, in_features,
     X_DIV: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, TAIL_GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_N: tl.constexpr, CHAINS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN_N: tl.constexpr,
 ):  # fmt: skip
     pid_n, pid_m = tl.program_id(0), tl.program_id(1)
     num_n = tl.num_programs(0)
@@ -377,15 +329,6 @@ def _packed_kernel(
         chunk = tl.program_id(2) * per_split
         end = tl.minimum(chunk + per_split, num_chunks)
     tile = (expert * num_chunks + chunk) * out_features
-    if AHEAD > 0:
-        # Also what lies past the tile's end, up to the end of the expert: no harm is done.
-        near = tile + tl.minimum(pid_n * BLOCK_N, out_features - BLOCK_N)
-        _prefetch(scale_ptr + near, out_features * 8, BLOCK_N * 8, end - chunk)
-        first_steps = tl.minimum(end - chunk, AHEAD)
-        _prefetch(w_ptr + near * 32, out_features * 128, BLOCK_N * 128, first_steps)
-    if OVERLAP:
-        # Up to here nothing was read that the kernel before writes.
-        gdc_wait()
     first = tl.load(segments_ptr + segment * 4 + 2) + part
     m = tl.arange(0, BLOCK_M)
     live = m < count
@@ -395,8 +338,6 @@ def _packed_kernel(
     s_ptrs = scale_ptr + tile + n_read
     x_ptrs = x_ptr + (row // X_DIV)[None, :] * x_stride + chunk * 256 + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # A second sum that the first does not wait for.
-    acc2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for c in range(chunk, end):
         words = tl.load(w_ptrs)
         scales = tl.load(s_ptrs)
@@ -418,24 +359,13 @@ def _packed_kernel(
         acc = tl.dot(w1, x1, acc, input_precision="ieee")
         acc = tl.dot(w2, x2, acc, input_precision="ieee")
         acc = tl.dot(w3, x3, acc, input_precision="ieee")
-        if CHAINS == 1:
-            acc = tl.dot(w4, x4, acc, input_precision="ieee")
-            acc = tl.dot(w5, x5, acc, input_precision="ieee")
-            acc = tl.dot(w6, x6, acc, input_precision="ieee")
-            acc = tl.dot(w7, x7, acc, input_precision="ieee")
-        else:
-            acc2 = tl.dot(w4, x4, acc2, input_precision="ieee")
-            acc2 = tl.dot(w5, x5, acc2, input_precision="ieee")
-            acc2 = tl.dot(w6, x6, acc2, input_precision="ieee")
-            acc2 = tl.dot(w7, x7, acc2, input_precision="ieee")
-        if AHEAD > 0:
-            ahead = near + (c - chunk + AHEAD).to(tl.int64) * out_features
-            _prefetch(w_ptr + ahead * 32, 0, BLOCK_N * 128, (c + AHEAD < end).to(tl.int32))
+        acc = tl.dot(w4, x4, acc, input_precision="ieee")
+        acc = tl.dot(w5, x5, acc, input_precision="ieee")
+        acc = tl.dot(w6, x6, acc, input_precision="ieee")
+        acc = tl.dot(w7, x7, acc, input_precision="ieee")
         x_ptrs += 256
         w_ptrs += out_features * 32
         s_ptrs += out_features
-    if CHAINS == 2:
-        acc += acc2
     stored = live[None, :] & n_live[:, None]
     if SPLIT_K > 1:
         # The last part to arrive adds all of them in their order, so who is last changes no bit.
@@ -474,16 +404,16 @@ def packed_specs(down: bool, out: int) -> Iterator[AotSpec]:
     }  # fmt: skip
     for tokens in (1, 8, 16, 32, 256, 512, 1600):
         shape = {"rows": 4 * tokens, "out": out, "in": 2880}
-        tiles, form = tiles_for("moe_gemm_packed", shape, "NVIDIA H200"), form_of(tokens)
+        tiles = tiles_for("moe_gemm_packed", shape, "NVIDIA H200")
         constants = {
             "X_DIV": 1 if down else 4, "HAS_BIAS": True, "WEIGHTED": down, "TAIL_GROUPS": 2,
             "SPLIT_K": tiles.split_k, "BLOCK_N": tiles.block_n, "GROUP_M": tiles.group_m,
-            "BLOCK_M": min(form.block_m, narrow_block_m(moe_block_m(tokens, 4, 32), tokens)),
-            "EVEN_N": out % tiles.block_n == 0, "CHAINS": form.chains, "AHEAD": form.ahead,
-            "OVERLAP": form.overlap,
+            "BLOCK_M": min(tiles.block_m, narrow_block_m(moe_block_m(tokens, 4, 32), tokens)),
+            "EVEN_N": out % tiles.block_n == 0,
         }  # fmt: skip
         yield AotSpec(
             f"moe_{'down' if down else 'gate_up'}_packed_{tokens}", _packed_kernel,
             signature | {"partial_ptr": "*fp32" if tiles.split_k > 1 else "*bf16"}, constants,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            max_registers=tiles.max_registers,
         )  # fmt: skip

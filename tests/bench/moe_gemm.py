@@ -6,8 +6,6 @@ Weights are never in the L2 cache: a captured graph walks over the layers, each 
 and routing. `floor` is what the chosen experts' bytes (17 a group of 32) take at 4.3 TB/s, or the
 products at 790 Tflop/s if that is longer. A variant that fails to compile or to compute says so;
 others go on. Kernels are compiled in several processes first: they meet in Triton's cache.
-`chain` puts a small kernel that writes x before every product, as the activation does in a model:
-what a product gains by starting while that one ends shows only there.
 """
 
 import argparse
@@ -20,17 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up  # noqa: E402
 from kernels.lora_tables import Worklist  # noqa: E402
 from kernels.moe_gate import build_worklist  # noqa: E402
-from kernels.mxfp4_packed import Form, form_of, packed_product, unpack_mxfp4  # noqa: E402
+from kernels.mxfp4_packed import packed_product, unpack_mxfp4  # noqa: E402
 from kernels.tiling import Tiles, gpu_name, moe_block_m, narrow_block_m, tiles_for  # noqa: E402
 
 HIDDEN, NUM_EXPERTS, TOP_K, NUM_LAYERS = 2880, 32, 4, 24
@@ -39,53 +34,24 @@ BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
 LARGEST_ERROR = 1e-2
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A packed product's tiles and form."""
-
-    tiles: Tiles
-    form: Form
+Variant = Tiles | str | None
 
 
 def _packed(
-    block_n: int, warps: int, stages: int, block_m: int = 128, chains: int = 1, ahead: int = 0,
-    registers: int = 0, split: int = 1, group: int = 1, overlap: bool = False,
-) -> Packed:  # fmt: skip
-    tiles = Tiles(block_n, 64, split, group, warps, stages)
-    return Packed(tiles, Form(block_m, chains, ahead, registers, overlap))
+    block_n: int, warps: int, stages: int, block_m: int = 128, split: int = 1, group: int = 1,
+    registers: int = 0,
+) -> Tiles:  # fmt: skip
+    return Tiles(block_n, 64, split, group, warps, stages, block_m, registers)
 
 
 # None: weights as the checkpoint has them, in the tiles that ship. "ships": packed, likewise.
 FEW = (
-    _packed(64, 4, 3, 8), _packed(64, 4, 3, 8, chains=2), _packed(64, 4, 4, 8),
-    _packed(64, 4, 5, 8, chains=2), _packed(64, 4, 3, 8, ahead=4), _packed(64, 4, 3, 8, ahead=12),
-    _packed(32, 2, 3, 8), _packed(32, 2, 4, 8, chains=2), _packed(32, 2, 4, 8, ahead=12),
-    _packed(64, 2, 3, 8, registers=168), _packed(128, 4, 3, 8, registers=168),
-    _packed(64, 4, 4, 8, split=2),
-)  # fmt: skip
-SOME = (
-    _packed(64, 4, 3), _packed(64, 4, 3, 8), _packed(64, 4, 3, 8, chains=2), _packed(64, 4, 4, 8),
-    _packed(64, 4, 3, 8, ahead=4), _packed(32, 2, 3, 8), _packed(32, 2, 4, 8),
-    _packed(64, 2, 3, 8, registers=168), _packed(128, 4, 3, 8, registers=168),
+    _packed(64, 4, 3, 8), _packed(64, 2, 3, 8, registers=168), _packed(128, 4, 3, 8, registers=168),
+    _packed(128, 4, 3, 8, split=4), _packed(64, 2, 4, 8, registers=168),
 )  # fmt: skip
 MANY = (
-    _packed(128, 8, 3, group=2), _packed(128, 8, 3, group=8), _packed(64, 4, 3, group=4),
-    _packed(128, 4, 3, group=4), _packed(256, 8, 3, 64, group=4), _packed(128, 8, 2, 64, group=4),
+    _packed(128, 8, 3, group=4), _packed(256, 8, 3, 64, group=4), _packed(128, 8, 2, 64, group=4),
 )  # fmt: skip
-CHAIN_TOKENS = (1, 8, 32)
-CHAIN = tuple(
-    _packed(64, 4, 3, 8, ahead=ahead, overlap=overlap)
-    for ahead, overlap in ((0, False), (0, True), (4, False), (4, True))
-)
-Variant = Packed | str | None
-
-
-@triton.jit
-def _write_kernel(source_ptr, x_ptr, size, BLOCK: tl.constexpr):
-    gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source_ptr + at, mask=at < size)
-    tl.store(x_ptr + at, x, mask=at < size)
 
 
 @dataclass(frozen=True)
@@ -102,7 +68,7 @@ class Layer:
 
 def variants_for(tokens: int) -> tuple[Variant, ...]:
     """What is timed at this number of tokens."""
-    return ("ships", *(FEW if tokens <= 8 else SOME if tokens <= 64 else MANY))
+    return ("ships", *(FEW if tokens <= 64 else MANY))
 
 
 def make_weights(name: str, layer: int, num_experts: int) -> tuple[ExpertWeights, ExpertWeights]:
@@ -137,11 +103,11 @@ def run(name: str, layer: Layer, variant: Variant) -> Tensor:
         if name == "gate_up":
             return moe_gate_up(layer.x, experts, layer.ids, layer.work)
         return moe_down(layer.x, experts, layer.ids, layer.work, layer.weights)
-    assert isinstance(variant, Packed) and layer.packed.packed is not None
+    assert isinstance(variant, Tiles) and layer.packed.packed is not None
     x_div, factors = (layer.ids.shape[1], None) if name == "gate_up" else (1, layer.weights)
     return packed_product(
         layer.x, layer.packed.packed, layer.packed.bias, layer.ids.shape[0], layer.ids.numel(),
-        layer.work, x_div, factors, variant.tiles, variant.form,
+        layer.work, x_div, factors, variant,
     )  # fmt: skip
 
 
@@ -149,8 +115,7 @@ def kernel_of(job: tuple[str, int, Variant]) -> tuple[str, int, str]:
     """Equal for jobs that need the same compiled kernel."""
     name, tokens, variant = job
     block_m = narrow_block_m(moe_block_m(tokens, TOP_K, NUM_EXPERTS), tokens)
-    if isinstance(variant, Packed):
-        block_m = min(block_m, variant.form.block_m)
+    block_m = min(block_m, tiles_of(name, tokens, variant).block_m)
     return name, block_m, describe(variant, tokens, name).replace("ships ", "packed")
 
 
@@ -203,17 +168,11 @@ def company(name: str, layer: Layer, variant: Variant) -> bool:
     return torch.equal(run(name, other, variant)[:top_k], mine)
 
 
-def time_us(name: str, layers: list[Layer], variant: Variant, chain: bool = False) -> float:
-    """Median of a replay over all layers, a layer. chain: x is written before each product."""
+def time_us(name: str, layers: list[Layer], variant: Variant) -> float:
+    """Median of a replay over all layers, a layer."""
     graph = torch.cuda.CUDAGraph()
-    sources = [layer.x.clone() for layer in layers]
     with torch.cuda.graph(graph):
-        kept = []
-        for layer, source in zip(layers, sources, strict=True):
-            if chain:
-                size = source.numel()
-                _write_kernel[(triton.cdiv(size, 512),)](source, layer.x, size, BLOCK=512)
-            kept.append(run(name, layer, variant))
+        kept = [run(name, layer, variant) for layer in layers]
     for _ in range(3):
         graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
@@ -234,18 +193,20 @@ def floor_us(name: str, layers: list[Layer]) -> tuple[float, float]:
     return 1e6 * max(moving, 2 * layers[0].ids.numel() * values / FLOPS_PER_S), hit
 
 
+def tiles_of(name: str, tokens: int, variant: Variant) -> Tiles:
+    if isinstance(variant, Tiles):
+        return variant
+    op = "moe_gemm_mxfp4" if variant is None else "moe_gemm_packed"
+    shape = {"rows": tokens * TOP_K, "out": OUT[name], "in": HIDDEN}
+    return tiles_for(op, shape, gpu_name(torch.device("cuda")))
+
+
 def describe(variant: Variant, tokens: int, name: str) -> str:
-    form = form_of(tokens)
-    if isinstance(variant, Packed):
-        tiles, form, kind = variant.tiles, variant.form, "packed"
-    else:
-        op = "moe_gemm_mxfp4" if variant is None else "moe_gemm_packed"
-        shape = {"rows": tokens * TOP_K, "out": OUT[name], "in": HIDDEN}
-        tiles, kind = tiles_for(op, shape, gpu_name(torch.device("cuda"))), variant or "plain"
+    tiles = tiles_of(name, tokens, variant)
+    kind = "packed" if isinstance(variant, Tiles) else variant or "plain"
     return (
         f"{kind:6} n{tiles.block_n:<3} w{tiles.num_warps} s{tiles.num_stages} k/{tiles.split_k} "
-        f"g{tiles.group_m} m{form.block_m:<3} c{form.chains} a{form.ahead:<2} "
-        f"r{form.max_registers:<3}{' overlap' if form.overlap else ''}"
+        f"g{tiles.group_m} m{tiles.block_m:<3} r{tiles.max_registers:<3}"
     )
 
 
@@ -259,7 +220,6 @@ def main() -> None:
     counts = [int(t) for t in args.tokens.split(",")]
     jobs: list[tuple[str, int, Variant]]
     jobs = [(n, t, v) for n in OUT for t in counts for v in variants_for(t)]
-    jobs += [(n, t, v) for n in OUT for t in counts if t in CHAIN_TOKENS for v in CHAIN]
     broken: dict[tuple[str, int, str], str] = {}
     distinct = {kernel_of(job): job for job in jobs}
     spawn = multiprocessing.get_context("spawn")
@@ -283,11 +243,8 @@ def main() -> None:
             want = true_rows(name, layers[0], dense)
             floor, hit = floor_us(name, layers)
             print(f"\n{name} T={tokens}: {hit:.1f} experts, floor {floor:.1f} us", flush=True)
-            plan = [(variant, False) for variant in variants_for(tokens)]
-            if tokens in CHAIN_TOKENS:
-                plan += [(variant, True) for variant in CHAIN]
-            for variant, chain in plan:
-                label = describe(variant, tokens, name) + (" chain" if chain else "")
+            for variant in variants_for(tokens):
+                label = describe(variant, tokens, name)
                 try:
                     wrong = broken.get(kernel_of((name, tokens, variant))) or check(
                         name, layers[0], variant, want
@@ -297,7 +254,7 @@ def main() -> None:
                     if wrong:
                         print(f"  {label}  WRONG: {wrong}", flush=True)
                         continue
-                    took = time_us(name, layers, variant, chain)
+                    took = time_us(name, layers, variant)
                 except Exception as error:  # one variant must not end the run
                     told = str(error).splitlines() or [""]
                     print(f"  {label}  {type(error).__name__}: {told[0][:90]}", flush=True)
@@ -305,8 +262,7 @@ def main() -> None:
                 print(f"  {label}  {took:7.1f} us  {100 * floor / took:3.0f} %", flush=True)
                 if variant == "ships":
                     ships[name, tokens] = took
-                if not chain:
-                    best[name, tokens] = min(took, best.get((name, tokens), took))
+                best[name, tokens] = min(took, best.get((name, tokens), took))
         del weights, dense
         torch.cuda.empty_cache()
     print(f"\nms a step of {NUM_LAYERS} layers, both products: ships, best")
