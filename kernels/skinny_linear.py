@@ -3,8 +3,8 @@
 Two forms. The dot keeps W on the tensor core's long side (Y^T = W X^T), so a tile of eight tokens
 wastes nothing; parts of a split K are added in their order by the last one to arrive. The sum, for
 a token or two and for routers, multiplies whole rows of W in registers: no parts, no pipeline.
-Both ask for weights before they wait for the kernel that makes x (overlap.py has the rule):
-the sum into registers, the dot into the L2.
+Both start before the kernel that makes x has ended (overlap.py has the rule), and the sum has its
+first weights in registers by then. Asking the L2 for the dot's was measured: it gained nothing.
 The order of summation follows from the padded number of rows alone. Not here: more than 64 rows and
 heads too wide to gain, which torch serves, and LoRA.
 """
@@ -31,9 +31,6 @@ SUM_ROWS = 2
 SUM_RESULTS = 1 << 11
 # Rows of x that one program of it takes.
 SUM_BLOCK_T = 4
-# The dot asks for so many bytes of weights a program before it waits, so many values at a time.
-AHEAD_BYTES = 1 << 16
-AHEAD_STEP = 512
 NUM_COUNTERS = 1 << 14
 
 
@@ -67,12 +64,11 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: str, tiles: Tiles,
-    overlap: bool | None = None, ahead_bytes: int = AHEAD_BYTES,
-    ahead_step: int = AHEAD_STEP,
+    overlap: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """`linear` by one form in these tiles.
 
-    overlap, ahead_bytes  for benchmarks; None = if the device can
+    overlap  for benchmarks; None = if the device can
     """
     num_rows, in_ = x.shape
     out = weight.shape[0]
@@ -93,12 +89,10 @@ def product(
         return y
     split = tiles.split_k
     assert split == 1 or num_n <= NUM_COUNTERS, (split, num_n)
-    # Values of a row. Rows that begin anywhere are not asked for.
-    ahead = 0 if in_ % 8 else ahead_bytes // (16 * tiles.block_n) * 8
     partial = y.new_empty((split, num_rows, out), dtype=torch.float32) if split > 1 else y
     _dot_kernel[(num_n, split)](
         *operands, partial, _counters(x.device) if split > 1 else y, num_rows, x.stride(0), out,
-        in_, ahead, ahead_step, **_dot_constants(num_rows, in_, bias is not None, overlap, tiles),
+        in_, **_dot_constants(num_rows, in_, bias is not None, overlap, tiles),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early,
     )  # fmt: skip
     return y
@@ -119,8 +113,7 @@ def _dot_constants(
 ) -> dict[str, int]:
     return {
         "HAS_BIAS": bias, "EVEN_K": in_ % tiles.block_k == 0, "SPLIT_K": tiles.split_k,
-        "OVERLAP": overlap, "LANES": max(tiles.block_n, 32 * tiles.num_warps),
-        "BLOCK_T": max(8, power_of_two(num_rows)), "BLOCK_N": tiles.block_n,
+        "OVERLAP": overlap, "BLOCK_T": max(8, power_of_two(num_rows)), "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
     }  # fmt: skip
 
@@ -131,31 +124,11 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
-@triton.jit
-def _prefetch(ptrs, num_bytes):
-    """Ask the L2 for bytes from each pointer on; both are multiples of 16, or num_bytes is 0."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; } // dummy $0",
-        "=r,l,r", [ptrs, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _prefetch_line(ptrs, num_bytes):
-    """Ask the L2 for the line of each pointer, unless num_bytes is 0."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; } // dummy $0",
-        "=r,l,r", [ptrs, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows", "ahead", "step"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _dot_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, num_rows, x_stride, out_features,
-    in_features, ahead, step, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    OVERLAP: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    in_features, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pid_n, split = tl.program_id(0), tl.program_id(1)
     if OVERLAP:
@@ -170,18 +143,6 @@ def _dot_kernel(
         per_split = tl.cdiv(num_chunks, SPLIT_K)
         chunk = split * per_split
         end = tl.minimum(chunk + per_split, num_chunks)
-    if OVERLAP:
-        # All threads ask, for the columns of all rows that are used first, then for the next.
-        lane = tl.arange(0, LANES)
-        row = tl.minimum(pid_n * BLOCK_N + lane % BLOCK_N, out_features - 1).to(tl.int64)
-        column = chunk * BLOCK_K + lane // BLOCK_N * step
-        stop = tl.minimum(tl.minimum(end * BLOCK_K, in_features), chunk * BLOCK_K + ahead)
-        for first in range(0, ahead, LANES // BLOCK_N * step):
-            left = tl.maximum(tl.minimum(stop - column - first, step), 0)
-            if step > 64:
-                _prefetch(w_ptr + row * in_features + column + first, left * 2)
-            else:
-                _prefetch_line(w_ptr + row * in_features + column + first, left * 2)
     t = tl.arange(0, BLOCK_T)
     t_live = t < num_rows
     k = tl.arange(0, BLOCK_K)
@@ -319,7 +280,7 @@ def _aot() -> Iterator[AotSpec]:
                 continue
             constants = _dot_constants(rows, in_, True, True, tiles)
             parts = ("*fp32", "*i32") if tiles.split_k > 1 else ("*bf16", "*bf16")
-            own = {"partial_ptr": parts[0], "counters_ptr": parts[1], "ahead": "i32", "step": "i32"}
+            own = {"partial_ptr": parts[0], "counters_ptr": parts[1]}
             yield AotSpec(
                 name, _dot_kernel, signature | own, constants, tiles.num_warps, tiles.num_stages
             )

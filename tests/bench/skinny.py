@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import kernels.norm as norm_file  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
 from kernels.overlap import can_overlap  # noqa: E402
-from kernels.skinny_linear import AHEAD_BYTES, AHEAD_STEP, choose_form, product  # noqa: E402
+from kernels.skinny_linear import choose_form, product  # noqa: E402
 from kernels.tiling import Tiles, gpu_name, tiles_for  # noqa: E402
 
 BYTES_PER_S = 4.3e12
@@ -70,8 +70,6 @@ class Variant:
     form: str = ""
     tiles: Tiles = Tiles()
     overlap: bool = True
-    ahead_kib: int = AHEAD_BYTES >> 10
-    ahead_step: int = AHEAD_STEP
 
     def label(self) -> str:
         if not self.form:
@@ -81,8 +79,6 @@ class Variant:
         text += f" /{t.split_k} w{t.num_warps}"
         if self.form == "linear_dot":
             text += f" s{t.num_stages}"
-            if (self.ahead_kib, self.ahead_step) != (AHEAD_BYTES >> 10, AHEAD_STEP):
-                text += f" a{self.ahead_kib}K/{2 * self.ahead_step}"
         return text + ("" if self.overlap else " plain")
 
 
@@ -130,14 +126,6 @@ def variants(shape: Shape, rows: int) -> tuple[Variant, ...]:
     return FEW + (SUMS if rows <= 4 else ()) if rows <= 16 else MANY
 
 
-def further(best: Variant) -> list[Variant]:
-    """Around the best: other amounts asked for early. They need no other compilation."""
-    if best.form != "linear_dot":
-        return []
-    amounts = ((0, 512), (128, 512), (4096, 512), (64, 64), (64, 16), (256, 64), (4096, 64))
-    return [Variant(best.form, best.tiles, True, *amount) for amount in amounts]
-
-
 def plain(v: Variant) -> Variant:
     return Variant(v.form, v.tiles, overlap=False)
 
@@ -145,7 +133,7 @@ def plain(v: Variant) -> Variant:
 def apply(x: Tensor, weight: Tensor, bias: Tensor | None, v: Variant) -> Tensor:
     if not v.form:
         return torch.nn.functional.linear(x, weight, bias)
-    return product(x, weight, bias, v.form, v.tiles, v.overlap, v.ahead_kib << 10, v.ahead_step)
+    return product(x, weight, bias, v.form, v.tiles, v.overlap)
 
 
 def capture(run: Callable[[], list[Tensor]], overlap: bool) -> tuple[torch.cuda.CUDAGraph, list]:
@@ -335,17 +323,13 @@ def measure(model: str, sizes: list[int], end: float) -> None:
                 winners[rows].append(ours)
                 continue
             best = min(times, key=lambda v: times[v])
-            for v in further(best):
-                note(v)
-            best = min(times, key=lambda v: times[v])
             winners[rows].append(best)
             order = sorted(times.items(), key=lambda item: item[1])
             print(f"T={rows:2}: torch {torch_us:.1f} ({late:.1f} behind an early norm), norm alone "
                   f"{bench.time(None):.1f}, ships {times.get(ours, float('nan')):.1f}, "
                   f"best {times[best]:.1f}, its weights in the L2 "
                   f"{bench.time(best, hot=True):.1f}")  # fmt: skip
-            shown = order[:7] + [(v, t) for v, t in order[7:] if v in further(best)]
-            print("      " + " | ".join(f"{v.label()} {t:.1f}" for v, t in shown), flush=True)
+            print("      " + " | ".join(f"{v.label()} {t:.1f}" for v, t in order[:7]), flush=True)
     if len(MODELS[model]) != 3:
         return
     print(f"\n{model}: norm, qkv, three norms, o, norm, router; us a layer")
