@@ -11,7 +11,6 @@ Not here: prefill, large ranks (fused_moe_lora.py, the four operations), and who
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import LoraTables
 from kernels.op import AotSpec
+from kernels.overlap import can_overlap
 
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
@@ -59,14 +59,6 @@ def pairs_suffice(num_rows: int, tables: LoraTables) -> bool:
 def tokens_suffice(num_tokens: int, tables: LoraTables) -> bool:
     """The same for the rows of plain linears."""
     return num_tokens <= MAX_TOKENS and tables.max_rank <= MAX_RANK
-
-
-@lru_cache(maxsize=16)
-def can_overlap(device: torch.device) -> bool:
-    """Whether the device knows programmatic dependent launches."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def add_rows(
@@ -251,12 +243,16 @@ def _expand_kernel(
             y_ptr = y_2_ptr
     n_live = n < out_features
     if first_n >= out_features:
+        if OVERLAP:
+            gdc_wait()  # nothing to add: wait all the same, whoever comes next relies on it
         return
     at = target * num_slots + tl.maximum(slot, 0)
     start, rank = _factor(
         b_off_ptr + at, b_stride_ptr + at, a_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
+        if OVERLAP:
+            gdc_wait()
         return
     r = tl.arange(0, BLOCK_R)
     r_live = r < rank

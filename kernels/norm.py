@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.overlap import can_overlap
 
 # Values that one program holds: short rows (the heads of a q/k norm) share a program.
 _TILE = 2048
@@ -72,6 +74,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         return
     block = triton.next_power_of_2(width)
     rows = max(1, _TILE // block)
+    overlap = can_overlap(x.device)
+    # Only where it is known: other backends refuse the option.
+    early = {"launch_pdl": True} if overlap else {}
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         x if residual is None else residual,
@@ -87,7 +92,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         BLOCK=block,
         ROWS=rows,
         ADD=residual is not None,
+        OVERLAP=overlap,
         num_warps=4 if block <= _TILE else 8,
+        **early,
     )
 
 
@@ -107,21 +114,27 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # [ROWS]
     col = tl.arange(0, BLOCK)  # [BLOCK]
     live = (row < num_rows)[:, None] & (col < WIDTH)[None, :]  # [ROWS, BLOCK]
     at = (row // HEADS) * stride_t + (row % HEADS) * stride_h  # [ROWS]
-    value = tl.load(x + at[:, None] + col[None, :], mask=live, other=0.0)  # [ROWS, BLOCK]
+    factor = tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)  # [BLOCK]
+    if OVERLAP:
+        gdc_wait()  # overlap.py says what may come before it
+    place = x + at[:, None] + col[None, :]  # [ROWS, BLOCK]
+    value = tl.load(place, mask=live, other=0.0, cache_modifier=".cg")  # [ROWS, BLOCK]
     if ADD:
         place = residual + (row * residual_stride)[:, None] + col[None, :]  # [ROWS, BLOCK]
-        old = tl.load(place, mask=live, other=0.0)  # [ROWS, BLOCK]
+        old = tl.load(place, mask=live, other=0.0, cache_modifier=".cg")  # [ROWS, BLOCK]
         # The norm sees the sum as the residual stream keeps it: rounded.
         value = (old.to(tl.float32) + value.to(tl.float32)).to(old.dtype)
         tl.store(place, value, mask=live)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)  # [ROWS]
-    factor = tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)  # [BLOCK]
     normed = (wide * scale[:, None]).to(out.dtype.element_ty).to(tl.float32) * factor[None, :]
     tl.store(
         out + (row * WIDTH)[:, None] + col[None, :], normed.to(out.dtype.element_ty), mask=live
@@ -189,6 +202,7 @@ def _aot(add: bool) -> Iterable[AotSpec]:
                 "BLOCK": block,
                 "ROWS": max(1, _TILE // block),
                 "ADD": add,
+                "OVERLAP": True,
             },
             num_warps=4 if block <= _TILE else 8,
         )

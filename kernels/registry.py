@@ -16,6 +16,7 @@ from kernels import (
     paged_attention,
     rope,
     sample_token,
+    skinny_linear,
 )
 from kernels.op import Op
 
@@ -32,4 +33,5 @@ OPS: dict[str, Op] = {
     **{op.name: op for op in paged_attention.OPS},
     **{op.name: op for op in rope.OPS},
     **{op.name: op for op in sample_token.OPS},
+    **{op.name: op for op in skinny_linear.OPS},
 }
