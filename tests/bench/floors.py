@@ -25,7 +25,7 @@ _GROUPS = (
     ("attention", r"^(_?decode|_?combine|_?prefill|attention)\w*kernel"),
     ("sampler", r"^(_block|_choose)_kernel|sample"),
     ("reduce", r"splitKreduce"),
-    ("dense", r"nvjet|gemm|gemv|cutlass|cublas|skinny|linear"),
+    ("dense", r"nvjet|gemm|gemv|cutlass|cublas|_linear_"),
     ("small", r"norm|rope|_gate_kernel|_sort|_count|_scatter|kv_write|gated_act|_sum_kernel|route"),
 )
 _PATTERNS = tuple((group, re.compile(pattern)) for group, pattern in _GROUPS)

@@ -235,6 +235,7 @@ def test_floors_of_the_other_shapes():
 
 def test_kernels_are_grouped_by_name_and_plain_products_by_place():
     assert group_of("_packed_kernel") == "experts" and group_of("_gate_kernel") == "small"
+    assert group_of("_linear_sum_kernel") == "dense" and group_of("_sum_kernel") == "small"
     assert group_of("decode_kernel") == "attention" and group_of("_expand_kernel") == "lora"
     assert group_of("void at::native::index_elementwise_kernel<128, 4, at::gpu_gemm>") == ""
     config = GPT_OSS_20B | {"num_hidden_layers": 2}
