@@ -14,7 +14,7 @@ Not here: prefill, large ranks (fused_moe_lora.py, the four operations), who cal
 dense_lora), and the expand that applies an activation (lora_gated_act.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ MAX_RANK = 64
 MAX_PAIRS = 128
 MAX_TOKENS = 64
 UNSPECIALISED = (
-    "target_0", "target_1", "target_2", "num_rows", "per_row", "programs_0", "programs_1", "n_tiles"
+    "target", "target_0", "target_1", "target_2", "num_rows", "per_row", "programs_0", "programs_1",
+    "n_tiles",
 )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def _expand(ys: tuple[Tensor, ...], lora: Shrunk, weights: Tensor | None) -> Non
         return
     num_n = [triton.cdiv(y.shape[1], tiles.block_n) for y in ys]
     n_tiles = tiles.per_program(num_rows, sum(num_n))
-    programs = [triton.cdiv(n, n_tiles) for n in num_n]
+    programs = tuple(triton.cdiv(n, n_tiles) for n in num_n)
     places = _three(ys)
     _expand_kernel[(num_rows * sum(programs),)](
         lora.z, *places, tables.memory, tables.a_off, tables.b_off, tables.b_stride,
@@ -205,9 +206,9 @@ def _expand(ys: tuple[Tensor, ...], lora: Shrunk, weights: Tensor | None) -> Non
     )  # fmt: skip
 
 
-def _three(some: Sequence[Any]) -> tuple[Any, ...]:
+def _three(some: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same filled up to MAX_TARGETS with its first."""
-    return (*some, *some[:1] * (MAX_TARGETS - len(some)))
+    return some + some[:1] * (MAX_TARGETS - len(some))
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def _pick(index, first, second, third):
 
 
 @triton.jit
-def _source(
+def find_source(
     row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr
 ):
     """(slot, expert, whether there may be a delta) of a row."""
@@ -230,7 +231,7 @@ def _source(
 
 
 @triton.jit
-def _factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, live, max_rank):
+def find_factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, live, max_rank):
     """(where the expert's factor starts, its rank); start < 0: nothing to add.
 
     One branch hangs on all of it, so that the four loads travel together.
@@ -262,9 +263,11 @@ def _shrink_kernel(
     part = tl.program_id(1)
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    slot, expert, live = _source(row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT)
+    slot, expert, live = find_source(
+        row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT
+    )
     at = _pick(part, target_0, target_1, target_2) * num_slots + tl.maximum(slot, 0)
-    start, rank = _factor(
+    start, rank = find_factor(
         a_off_ptr + at, a_stride_ptr + at, b_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
@@ -291,21 +294,24 @@ def _shrink_kernel(
             x = tl.load(x_ptrs, mask=k_live, other=0.0)
         z += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
     if OVERLAP:
-        gdc_wait()
+        # As an operand z is finished by then; a plain wait gets scheduled before the sums.
+        z = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [z], tl.float32, is_pure=False, pack=1
+        )
     tl.store(z_ptr + (z_row + row) * max_rank + r, z, mask=r_kept)
 
 
 @triton.jit
-def _shrunk(
+def load_shrunk(
     z_ptr, row, part, num_rows, max_rank, live,
     BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """A row's z [BLOCK_R], summed over the splits; zeros unless live."""
     r = tl.arange(0, BLOCK_R)
     s = tl.arange(0, BLOCK_S)
-    z_row = (part * SPLITS).to(tl.int64) * num_rows
+    z_row = row + part * SPLITS * num_rows
     r_kept = (r < max_rank) & live
-    z_ptrs = z_ptr + (z_row + row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
+    z_ptrs = z_ptr + (z_row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
     z_mask = (s < SPLITS)[:, None] & r_kept[None, :]
     # Past the L1, which may be older than what the shrink wrote while this program ran.
     return tl.sum(tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg"), 0)
@@ -323,7 +329,9 @@ def _expand_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) // per_row
     place = tl.program_id(0) % per_row
-    slot, expert, live = _source(row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT)
+    slot, expert, live = find_source(
+        row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT
+    )
     y_ptr, y_stride, out_features, target = y_0_ptr, y_0_stride, out_0, target_0
     part = 0
     if NUM_TARGETS > 1:
@@ -337,7 +345,7 @@ def _expand_kernel(
         elif part == 2:
             y_ptr = y_2_ptr
     at = target * num_slots + tl.maximum(slot, 0)
-    start, rank = _factor(
+    start, rank = find_factor(
         b_off_ptr + at, b_stride_ptr + at, a_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
@@ -359,22 +367,22 @@ def _expand_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    z = _shrunk(z_ptr, row, part, num_rows, max_rank, True, BLOCK_R, SPLITS, BLOCK_S)
+    y_row = y_ptr + row * y_stride
+    y = tl.load(y_row + n, mask=n < end, other=0.0, cache_modifier=".cg")
+    z = load_shrunk(z_ptr, row, part, num_rows, max_rank, True, BLOCK_R, SPLITS, BLOCK_S)
     for first_n in range(first, end, BLOCK_N):
         n = first_n + lane
-        n_live = n < end
-        y_ptrs = y_ptr + row * y_stride + n
-        y = tl.load(y_ptrs, mask=n_live, other=0.0, cache_modifier=".cg")
         # The next tile travels while this one is added.
         ahead = n + BLOCK_N
         mask = r_live[:, None] & (ahead < end)[None, :]
         b_ahead = tl.load(b_rows + ahead[None, :], mask=mask, other=0.0)
+        y_ahead = tl.load(y_row + ahead, mask=ahead < end, other=0.0, cache_modifier=".cg")
         acc = tl.sum(z[:, None] * b.to(tl.float32), 0)
         if WEIGHTED:
             acc *= weight
         acc += y.to(tl.float32)
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=n_live)
-        b = b_ahead
+        tl.store(y_row + n, acc.to(y_ptr.dtype.element_ty), mask=n < end)
+        b, y = b_ahead, y_ahead
 
 
 def aot_specs(

@@ -9,6 +9,7 @@ from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up, moe_sum
 from kernels.fused_moe_lora import moe_lora
 from kernels.gated_act import gated_act
 from kernels.lora_decode import pairs_suffice
+from kernels.lora_gated_act import lora_gated_act
 from kernels.moe_gate import build_worklist, moe_gate
 from kernels.op import use_triton
 from kernels.tiling import moe_block_m
@@ -61,14 +62,22 @@ class MoeMlp:
                 lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
         y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
         fixed, experts = ctx.deterministic, self.num_experts
-        if lora is not None:
-            moe_lora(
-                y, x, lora, self.gate_up_target, ids, slots, lora_work, False, None, fixed, experts
-            )
-        h = gated_act(y, self.activation)  # [T K, I]
+        # Behind its product, what a LoRA reads is settled.
+        if lora is not None and lora_work is None:
+            target = self.gate_up_target
+            h = lora_gated_act(
+                y, x, lora, target, ids, slots, experts, self.activation, settled=True
+            )  # [T K, I]
+        else:
+            if lora is not None:
+                target = self.gate_up_target
+                moe_lora(y, x, lora, target, ids, slots, lora_work, False, None, fixed, experts)
+            h = gated_act(y, self.activation)  # [T K, I]
         y = moe_down(h, self.down, ids, work, weights)  # [T K, H]
         if lora is not None:
+            target = self.down_target
             moe_lora(
-                y, h, lora, self.down_target, ids, slots, lora_work, True, weights, fixed, experts
-            )
+                y, h, lora, target, ids, slots, lora_work, True, weights, fixed, experts,
+                settled=True,
+            )  # fmt: skip
         return moe_sum(y, self.top_k)  # [T, H]
