@@ -11,6 +11,7 @@ from kernels.gated_act import gated_act
 from kernels.lora_decode import pairs_suffice
 from kernels.lora_gated_act import lora_gated_act
 from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_route import moe_route
 from kernels.op import use_triton
 from kernels.tiling import moe_block_m
 from model_runner.layers.context import ForwardContext
@@ -50,16 +51,18 @@ class MoeMlp:
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x [T, H] -> [T, H]"""
-        weights, ids = moe_gate(self.gate(x, ctx), self.top_k, self.renormalize)  # [T, K] twice
-        if ctx.experts_hit is not None:
-            ctx.experts_hit.append(ids)
+        logits = self.gate(x, ctx)  # [T, E]
         lora, slots = ctx.lora, ctx.slot_of_token
         work = lora_work = None
         if use_triton(x):
             block_m = moe_block_m(len(x), self.top_k, self.num_experts)
-            work = build_worklist(ids, None, self.num_experts, 0, block_m)
+            weights, ids, work = moe_route(logits, self.top_k, self.renormalize, block_m)
             if lora is not None and not pairs_suffice(ids.numel(), lora):
                 lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
+        else:
+            weights, ids = moe_gate(logits, self.top_k, self.renormalize)  # [T, K] twice
+        if ctx.experts_hit is not None:
+            ctx.experts_hit.append(ids)
         y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
         fixed, experts = ctx.deterministic, self.num_experts
         # Behind its product, what a LoRA reads is settled.
