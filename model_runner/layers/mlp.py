@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up, moe_sum
+from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up
 from kernels.fused_moe_lora import moe_lora
 from kernels.gated_act import gated_act
 from kernels.lora_decode import pairs_suffice
@@ -50,7 +50,7 @@ class MoeMlp:
     down_target: int
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [T, H] -> [T, H]"""
+        """x [T, H] -> [T K, H]: what each expert adds, weighted; the norm that follows sums it."""
         logits = self.gate(x, ctx)  # [T, E]
         lora, slots = ctx.lora, ctx.slot_of_token
         work = lora_work = None
@@ -83,4 +83,4 @@ class MoeMlp:
                 y, h, lora, target, ids, slots, lora_work, True, weights, fixed, experts,
                 settled=True,
             )  # fmt: skip
-        return moe_sum(y, self.top_k)  # [T, H]
+        return y
