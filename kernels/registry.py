@@ -8,7 +8,6 @@ from kernels import (
     fused_moe,
     fused_moe_lora,
     gated_act,
-    kv_write,
     lora_gated_act,
     mla_attention,
     moe_gate,
@@ -16,7 +15,7 @@ from kernels import (
     mxfp4,
     norm,
     paged_attention,
-    rope,
+    rope_kv,
     sample_token,
 )
 from kernels.op import Op
@@ -26,7 +25,6 @@ OPS: dict[str, Op] = {
     **{op.name: op for op in fused_moe.OPS},
     **{op.name: op for op in fused_moe_lora.OPS},
     **{op.name: op for op in gated_act.OPS},
-    **{op.name: op for op in kv_write.OPS},
     **{op.name: op for op in lora_gated_act.OPS},
     **{op.name: op for op in mla_attention.OPS},
     **{op.name: op for op in moe_gate.OPS},
@@ -34,6 +32,6 @@ OPS: dict[str, Op] = {
     **{op.name: op for op in mxfp4.OPS},
     **{op.name: op for op in norm.OPS},
     **{op.name: op for op in paged_attention.OPS},
-    **{op.name: op for op in rope.OPS},
+    **{op.name: op for op in rope_kv.OPS},
     **{op.name: op for op in sample_token.OPS},
 }
