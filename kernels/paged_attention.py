@@ -2,7 +2,7 @@
 
 This file: the contract, the torch form that is the truth and serves on a CPU, the cases.
 Not here: the Triton kernels (paged_attention_triton.py: one file would be too long), writing the
-cache (kv_write.py), the latent form (mla_attention.py).
+cache (rope_kv.py), the latent form (mla_attention.py).
 """
 
 from collections.abc import Iterable, Sequence
