@@ -177,7 +177,7 @@ def _make(shape: tuple[int, ...], fused: bool, sliced: bool = False, parts: int 
 
     name = "x".join(map(str, shape)) + ("_sliced" if sliced else "")
     name += f"_of_{parts}" if parts > 1 else ""
-    return Case(name, make, small=shape[0] * shape[-1] <= 16384)
+    return Case(name, make, small=parts * shape[0] * shape[-1] <= 10000)
 
 
 def _cases() -> Iterable[Case]:

@@ -203,7 +203,7 @@ def _make(
         return inputs
 
     name = f"t{num_tokens}_q{num_q}_k{num_k}_d{dim}_skip{num_skipped}" + ("_norm" if norm else "")
-    return Case(name, make, small=num_tokens <= 8)
+    return Case(name, make, small=num_tokens * num_q * dim <= 5000)
 
 
 def _cases() -> Iterable[Case]:
