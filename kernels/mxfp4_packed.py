@@ -21,10 +21,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.lora_tables import Worklist
 from kernels.mxfp4 import CODES, GROUP, SCALE_BIAS
 from kernels.op import AotSpec
+from kernels.overlap import can_overlap
 from kernels.tiling import Tiles, moe_block_m, narrow_block_m, tiles_for
 
 CHUNK = 256
@@ -155,7 +157,8 @@ def packed_product(
         X_DIV=x_div, HAS_BIAS=bias is not None, WEIGHTED=weights is not None,
         TAIL_GROUPS=packed.in_features % CHUNK // GROUP, SPLIT_K=split,
         BLOCK_M=narrow_block_m(work.block_m, num_tokens), BLOCK_N=tiles.block_n,
-        GROUP_M=tiles.group_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        GROUP_M=tiles.group_m, TRIGGER=can_overlap(x.device),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return y
 
@@ -274,7 +277,11 @@ def _packed_kernel(
     counters_ptr, num_segments, num_rows, x_stride, out_features, in_features,
     X_DIV: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, TAIL_GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        # Launched in the ordinary way, so at once (overlap.py): the LoRA behind may read factors.
+        gdc_launch_dependents()
     pid_n, segment = tl.program_id(0), tl.program_id(1)
     num_n = tl.num_programs(0)
     if GROUP_M > 1:
@@ -379,7 +386,7 @@ def packed_specs(down: bool, out: int) -> Iterator[AotSpec]:
         constants = {
             "X_DIV": 1 if down else 4, "HAS_BIAS": True, "WEIGHTED": down, "TAIL_GROUPS": 2,
             "SPLIT_K": tiles.split_k, "BLOCK_N": tiles.block_n, "GROUP_M": tiles.group_m,
-            "BLOCK_M": narrow_block_m(moe_block_m(tokens, 4, 32), tokens),
+            "BLOCK_M": narrow_block_m(moe_block_m(tokens, 4, 32), tokens), "TRIGGER": True,
         }  # fmt: skip
         yield AotSpec(
             f"moe_{'down' if down else 'gate_up'}_packed_{tokens}", _packed_kernel,
