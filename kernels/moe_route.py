@@ -88,13 +88,14 @@ def _route_kernel(
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.arange(0, BLOCK_T)[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
     live = (token < num_tokens) & (expert < num_experts)
     logits_ptrs = logits_ptr + token * row_stride + expert
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
     logits = tl.load(logits_ptrs, mask=live, other=0.0, cache_modifier=".cg")
     place, weights = choose_experts(logits, live, TOP_K, RENORMALIZE, BLOCK_E)
     chosen = place >= 0

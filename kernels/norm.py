@@ -127,6 +127,8 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # [ROWS]
     col = tl.arange(0, BLOCK)  # [BLOCK]
     live = (row < num_rows)[:, None] & (col < WIDTH)[None, :]  # [ROWS, BLOCK]
@@ -135,7 +137,6 @@ def _rms_norm_kernel(
     factor = tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)  # [BLOCK]
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
     value = tl.load(source, mask=live, other=0.0, cache_modifier=".cg")  # [ROWS, BLOCK]
     if ADD:
         place = residual + (row * residual_stride)[:, None] + col[None, :]  # [ROWS, BLOCK]

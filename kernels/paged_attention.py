@@ -425,6 +425,7 @@ def _aot() -> Iterable[AotSpec]:
                     "BLOCK_H": 16,
                     "BLOCK_N": DECODE_N,
                     "MIN_BLOCKS": MIN_BLOCKS,
+                    "TRIGGER": True,
                 },
                 num_stages=STAGES,
             )
@@ -445,6 +446,7 @@ def _aot() -> Iterable[AotSpec]:
                 "BLOCK_N": DECODE_N,
                 "MIN_BLOCKS": MIN_BLOCKS,
                 "MAX_SPLITS": MAX_SPLITS,
+                "TRIGGER": True,
             },
         )
         block_m, block_n = prefill_tile(heads, wide=False)

@@ -17,6 +17,7 @@ from kernels import (
     paged_attention,
     rope_kv,
     sample_token,
+    skinny_linear,
 )
 from kernels.op import Op
 
@@ -34,4 +35,5 @@ OPS: dict[str, Op] = {
     **{op.name: op for op in paged_attention.OPS},
     **{op.name: op for op in rope_kv.OPS},
     **{op.name: op for op in sample_token.OPS},
+    **{op.name: op for op in skinny_linear.OPS},
 }

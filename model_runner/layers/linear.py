@@ -4,10 +4,10 @@ three deltas)."""
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from kernels.dense_lora import dense_lora, dense_lora_multi
 from kernels.lora_tables import Worklist
+from kernels.skinny_linear import linear
 from model_runner.layers.context import ForwardContext
 
 
