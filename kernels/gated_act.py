@@ -69,13 +69,14 @@ def _gated_act_kernel(
     gate_up_ptr, out_ptr, row_stride, inner, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = col < inner
     gate_ptrs = gate_up_ptr + row * row_stride + col
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
     gate = tl.load(gate_ptrs, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
     up = tl.load(gate_ptrs + inner, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
     y = activate(gate, up, GPT_OSS)

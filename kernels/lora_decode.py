@@ -327,6 +327,8 @@ def _expand_kernel(
     BY_EXPERT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0) // per_row
     place = tl.program_id(0) % per_row
     slot, expert, live = find_source(
@@ -366,7 +368,6 @@ def _expand_kernel(
         weight = tl.load(weights_ptr + row)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
     y_row = y_ptr + row * y_stride
     y = tl.load(y_row + n, mask=n < end, other=0.0, cache_modifier=".cg")
     z = load_shrunk(z_ptr, row, part, num_rows, max_rank, True, BLOCK_R, SPLITS, BLOCK_S)

@@ -105,6 +105,8 @@ def _expand_act_kernel(
     GPT_OSS: tl.constexpr, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0) // per_row
     first = tl.program_id(0) % per_row * n_tiles * BLOCK_N
     slot, expert, live = find_source(
@@ -127,7 +129,6 @@ def _expand_act_kernel(
     row = row.to(tl.int64)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
     y_row = y_ptr + row * y_stride
     gate = tl.load(y_row + n, mask=n < end, other=0.0, cache_modifier=".cg")
     up = tl.load(y_row + inner + n, mask=n < end, other=0.0, cache_modifier=".cg")

@@ -3,26 +3,26 @@ that keeps it safe.
 
 A *follower* is launched with `launch_pdl=True`: it may start as soon as every program of the kernel
 before it has called `gdc_launch_dependents` ("triggered") or ended, so that its launch, its set-up
-and its weights come while that one still computes. The rule, for every program and on every path:
+and its weights come while that one still computes. The rule: **in every program and on every path,
+a follower calls `gdc_wait` before it writes anything, before it reads anything that a kernel still
+running may write, and before it ends.** It may read earlier what no kernel of a step writes:
+weights, the step's inputs (slots, positions, places).
 
-1. A follower calls `gdc_wait` before it writes anything and before it ends. `gdc_wait` returns when
-   the kernel before is complete, not merely triggered, and its writes are visible; a complete
-   follower has waited for its own predecessor: so by induction all earlier ones are complete too.
-   One that ends without waiting breaks the chain. Writes wait as well, since memory is used again:
-   a new buffer may lie where a kernel that is not yet over still reads. Reads after the wait go
-   past the L1, which may hold lines from before it.
-2. It triggers after its wait. So whoever starts knows that at most the one kernel in front of it is
-   unfinished.
-3. Before the wait it reads only what that one kernel does not write: weights, the step's inputs
-   (slots, positions, places), results of the kernel before the last. An op cannot know who was
-   launched in front of it: what its caller promises to be older than that is called `settled`.
+Why this suffices. `gdc_wait` returns when the kernel before is complete and its writes are visible:
+complete, not merely triggered. The complete predecessor was either launched in the ordinary way,
+and started after everything before it was over; or it is a follower, and every program of it has
+waited, so that its own predecessor was complete: by induction all earlier ones are. A follower
+whose programs end without waiting breaks the chain: it may be complete while its predecessor still
+runs. Writes follow the wait too, since memory is used again: a new buffer may lie where a kernel
+that is not yet over still reads. Reads after the wait go past the L1, which may hold lines from
+before it.
 
-Two bend rule 2 and trigger before they wait, so that more than one kernel may be unfinished when
-the next one starts. The norm: directly behind it nothing that a kernel of the step writes counts as
-settled; there stand linears, which have weights to fetch. The shrink of lora_decode.py, which says
-what its only successor must not read for it.
-A kernel that is launched in the ordinary way waits for all of its predecessor, and may trigger at
-once. Not here: any kernel.
+A trigger alone promises nothing about memory, so most kernels trigger in their first line. **A
+product with LoRA behind it triggers after its wait**, or is launched in the ordinary way: whoever
+starts behind it then knows that what the product reads is complete, and may read it early
+(lora_decode.py does). An op cannot know what was launched in front of it: what its caller promises
+to be that old is called `settled`.
+Not here: any kernel.
 """
 
 from functools import lru_cache

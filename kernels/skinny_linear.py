@@ -149,7 +149,7 @@ def _dot_kernel(
         bias = tl.load(bias_ptr + n_read).to(tl.float32)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # not before: LoRA behind reads x early
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for c in range(chunk, end):
         if EVEN_K:
@@ -202,7 +202,7 @@ def _sum_kernel(
         bias = tl.load(bias_ptr + n_read).to(tl.float32)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # not before: LoRA behind reads x early
     acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for first in range(0, in_features, BLOCK_K):
         x_live = t_live[:, None, None] & (k < in_features - first)

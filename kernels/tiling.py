@@ -28,7 +28,12 @@ SHARED_BYTES = 227 * 1024
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch's sizes. split_k and group_m are 1 where the op has no use for them."""
+    """One launch's sizes. split_k and group_m are 1 where the op has no use for them.
+
+    block_m        rows of a tile at most: only the packed product makes them fewer than the
+                   worklist's
+    max_registers  of a thread; 0 leaves it to the compiler
+    """
 
     block_n: int = 64
     block_k: int = 64
@@ -36,9 +41,11 @@ class Tiles:
     group_m: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    block_m: int = 128
+    max_registers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_n", "block_k", "num_warps"):
+        for name in ("block_m", "block_n", "block_k", "num_warps"):
             value = getattr(self, name)
             if type(value) is not int or value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, not {value!r}")
@@ -46,6 +53,8 @@ class Tiles:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= top:
                 raise ValueError(f"{name} must be in 1..{top}, not {value!r}")
+        if self.max_registers and self.max_registers not in range(64, 256, 8):
+            raise ValueError(f"max_registers: 0 or 64..248 in eights, not {self.max_registers!r}")
         if self.block_k < 32:
             raise ValueError(f"block_k must be at least 32, not {self.block_k}")
 
