@@ -21,12 +21,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import Worklist
 from kernels.mxfp4 import CODES, GROUP, SCALE_BIAS
 from kernels.op import AotSpec
-from kernels.overlap import can_overlap
+from kernels.overlap import can_overlap, follow
 from kernels.tiling import Tiles, moe_block_m, narrow_block_m, tiles_for
 
 CHUNK = 256
@@ -148,6 +148,7 @@ def packed_product(
     split = tiles.split_k
     assert split == 1 or num_m * num_n <= packed.counters.numel(), (num_m, split)
     partial = y.new_empty(split, num_rows, out, dtype=torch.float32) if split > 1 else x
+    overlap = can_overlap(x.device)
     limit = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
     _packed_kernel[(num_n, num_m, split)](
         x, packed.words, packed.scales, bias if bias is not None else x, y,
@@ -156,8 +157,8 @@ def packed_product(
         X_DIV=x_div, HAS_BIAS=bias is not None, WEIGHTED=weights is not None,
         TAIL_GROUPS=packed.in_features % CHUNK // GROUP, SPLIT_K=split, BLOCK_M=block_m,
         BLOCK_N=tiles.block_n, GROUP_M=tiles.group_m, EVEN_N=out % tiles.block_n == 0,
-        TRIGGER=can_overlap(x.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **limit,
+        OVERLAP=overlap, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **limit,
+        **follow(overlap),
     )  # fmt: skip
     return y
 
@@ -300,11 +301,11 @@ def _packed_kernel(
     counters_ptr, num_segments, num_rows, x_stride, out_features, in_features,
     X_DIV: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, TAIL_GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_N: tl.constexpr, TRIGGER: tl.constexpr,
+    EVEN_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if TRIGGER:
-        # Launched in the ordinary way, so at once (overlap.py): the LoRA behind may read factors.
-        gdc_launch_dependents()
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()  # not before: LoRA behind reads x and ids early
     pid_n, pid_m = tl.program_id(0), tl.program_id(1)
     num_n = tl.num_programs(0)
     if GROUP_M > 1:
@@ -415,7 +416,7 @@ def packed_specs(down: bool, out: int) -> Iterator[AotSpec]:
             "X_DIV": 1 if down else 4, "HAS_BIAS": True, "WEIGHTED": down, "TAIL_GROUPS": 2,
             "SPLIT_K": tiles.split_k, "BLOCK_N": tiles.block_n, "GROUP_M": tiles.group_m,
             "BLOCK_M": min(tiles.block_m, narrow_block_m(moe_block_m(tokens, 4, 32), tokens)),
-            "EVEN_N": out % tiles.block_n == 0, "TRIGGER": True,
+            "EVEN_N": out % tiles.block_n == 0, "OVERLAP": True,
         }  # fmt: skip
         yield AotSpec(
             f"moe_{'down' if down else 'gate_up'}_packed_{tokens}", _packed_kernel,
