@@ -174,9 +174,7 @@ def four_operations(b: Batch, layer: int) -> None:
     add_lora(b.ys(), b.x, b.tables, b.targets(layer), b.work[layer], x_div, b.weights, False)
 
 
-def decode(
-    tiles: DecodeTiles | None, overlap: bool | None = None, settled: bool = True
-) -> Step:
+def decode(tiles: DecodeTiles | None, overlap: bool | None = None, settled: bool = True) -> Step:
     """Whatever the kernels read but y was there long before: so it is settled."""
 
     def step(b: Batch, layer: int) -> None:
