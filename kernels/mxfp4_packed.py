@@ -67,6 +67,11 @@ class PackedMxfp4:
     def out_features(self) -> int:
         return self.words.shape[2]
 
+    def of_expert(self, expert: int) -> "PackedMxfp4":
+        """A view of one expert, E = 1."""
+        one = slice(expert, expert + 1)
+        return PackedMxfp4(self.words[one], self.scales[one], self.counters, self.in_features)
+
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
     """Re-arrange MXFP4 weights, one expert after the other, so that little memory is needed beside.

@@ -80,7 +80,7 @@ def product(
     num_n = triton.cdiv(out, tiles.block_n)
     if form == "linear_sum":
         constants = _sum_constants(num_rows, in_, bias is not None, overlap, tiles)
-        _sum_kernel[(num_n, triton.cdiv(num_rows, constants["BLOCK_T"]))](
+        _linear_sum_kernel[(num_n, triton.cdiv(num_rows, constants["BLOCK_T"]))](
             *operands, num_rows, x.stride(0), out, in_, **constants, num_warps=tiles.num_warps,
             **follow(overlap),
         )  # fmt: skip
@@ -88,7 +88,7 @@ def product(
     split = tiles.split_k
     assert split == 1 or num_n <= NUM_COUNTERS, (split, num_n)
     partial = y.new_empty((split, num_rows, out), dtype=torch.float32) if split > 1 else y
-    _dot_kernel[(num_n, split)](
+    _linear_dot_kernel[(num_n, split)](
         *operands, partial, _counters(x.device) if split > 1 else y, num_rows, x.stride(0), out,
         in_, **_dot_constants(num_rows, in_, bias is not None, overlap, tiles),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **follow(overlap),
@@ -123,7 +123,7 @@ def _counters(device: torch.device) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _dot_kernel(
+def _linear_dot_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, num_rows, x_stride, out_features,
     in_features, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr,
     OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -183,7 +183,7 @@ def _dot_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_kernel(
+def _linear_sum_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, out_features, in_features,
     HAS_BIAS: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -271,14 +271,19 @@ def _aot() -> Iterator[AotSpec]:
             if form == "linear_sum":
                 constants = _sum_constants(rows, in_, True, True, tiles)
                 yield AotSpec(
-                    name, _sum_kernel, signature, constants, tiles.num_warps, num_stages=1
+                    name, _linear_sum_kernel, signature, constants, tiles.num_warps, num_stages=1
                 )
                 continue
             constants = _dot_constants(rows, in_, True, True, tiles)
             parts = ("*fp32", "*i32") if tiles.split_k > 1 else ("*bf16", "*bf16")
             own = {"partial_ptr": parts[0], "counters_ptr": parts[1]}
             yield AotSpec(
-                name, _dot_kernel, signature | own, constants, tiles.num_warps, tiles.num_stages
+                name,
+                _linear_dot_kernel,
+                signature | own,
+                constants,
+                tiles.num_warps,
+                tiles.num_stages,
             )
 
 
