@@ -370,10 +370,10 @@ def _packed_kernel(
     # Later parts of all segments come last: few have any row, and those find the weights in L2.
     segment = segments_ptr + pid_m % num_segments * 4
     part = pid_m // num_segments * BLOCK_M
-    # All three before the branch, or each would wait for the one before.
-    count = tl.load(segment + 3) - part
-    first = tl.load(segment + 2) + part
-    expert = tl.load(segment + 1).to(tl.int64)
+    # Volatile, or the compiler moves two of them behind the branch: two waits in place of one.
+    count = tl.load(segment + 3, volatile=True) - part
+    first = tl.load(segment + 2, volatile=True) + part
+    expert = tl.load(segment + 1, volatile=True).to(tl.int64)
     if count <= 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -396,15 +396,29 @@ def _packed_kernel(
     s_base = scale_ptr + (expert * num_chunks + chunk) * out_features
     w_offsets = n_read[:, None] * 32 + tl.arange(0, 32)[None, :]
     x_rows = x_ptr + (row // X_DIV)[None, :] * x_stride
+    if NUM_TAILS > 0:
+        # Of a divided K the last part has the tails; others multiply them by 0.
+        left = in_features - num_chunks * 256
+        if SPLIT_K > 1:
+            left = tl.where(tl.program_id(2) == SPLIT_K - 1, left, 0)
+        k = tl.arange(0, 64)[:, None]
+        t_ptrs = tail_ptr + expert * NUM_TAILS * out_features * 16 + n_read[:, None] * 16
+        t_ptrs += tl.arange(0, 16)[None, :]
+        t_scales = tail_scale_ptr + expert * NUM_TAILS * out_features + n_read
     # Few rows: a product a group, and mma.sync. Many: one product a chunk, whose wgmma run on while
     # the next chunk is unpacked (between products Triton waits for those that read registers).
     NARROW: tl.constexpr = BLOCK_M < 32
     x_ptrs = x_rows + chunk * 256 + tl.arange(0, 32 if NARROW else 256)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * out_features + n_read)
+    if NARROW and NUM_TAILS > 0:
+        # What comes after the loop, asked for before it: few registers hold it all.
+        halves, scales = tl.load(t_ptrs), tl.load(t_scales)
     for _ in range(chunk, end):
         words = tl.load(w_base + w_offsets)
-        scales = tl.load(s_base + n_read)
-        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack_chunk(words, scales, x_ptr.dtype.element_ty)
+        exponents = tl.load(s_base + n_read)
+        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack_chunk(words, exponents, x_ptr.dtype.element_ty)
         if NARROW:
             acc = tl.dot(w0, tl.load(x_ptrs), acc, input_precision="ieee")
             acc = tl.dot(w1, tl.load(x_ptrs + 32), acc, input_precision="ieee")
@@ -421,23 +435,13 @@ def _packed_kernel(
         x_ptrs += 256
         w_base += out_features * 32
         s_base += out_features
-    if NUM_TAILS > 0:
-        # Of a divided K the last part has the tails; others multiply them by 0.
-        left = in_features - num_chunks * 256
-        if SPLIT_K > 1:
-            left = tl.where(tl.program_id(2) == SPLIT_K - 1, left, 0)
-        k = tl.arange(0, 64)[:, None]
-        t_ptrs = tail_ptr + expert * NUM_TAILS * out_features * 16 + n_read[:, None] * 16
-        t_ptrs += tl.arange(0, 16)[None, :]
-        t_scales = tail_scale_ptr + expert * NUM_TAILS * out_features + n_read
-        for tail in tl.static_range(NUM_TAILS):
+    for tail in tl.static_range(NUM_TAILS):
+        if not NARROW or tail > 0:
             halves = tl.load(t_ptrs + tail * out_features * 16)
             scales = tl.load(t_scales + tail * out_features)
-            x = tl.load(
-                x_rows + num_chunks * 256 + tail * 64 + k, mask=k < left - tail * 64, other=0.0
-            )
-            w = _unpack_tail(halves, scales, x.dtype)
-            acc = tl.dot(w, x, acc, input_precision="ieee")
+        x = tl.load(x_rows + num_chunks * 256 + tail * 64 + k, mask=k < left - tail * 64, other=0.0)
+        w = _unpack_tail(halves, scales, x.dtype)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
     stored = live[None, :] & n_live[:, None]
     if SPLIT_K > 1:
         # The last part to arrive adds all of them in their order, so who is last changes no bit.
@@ -458,7 +462,6 @@ def _packed_kernel(
     if x_ptr.dtype.element_ty == tl.bfloat16:
         acc *= 18446744073709551616.0  # 2^64
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * out_features + n_read)
         acc += bias.to(tl.float32)[:, None]
     if WEIGHTED:
         acc *= tl.load(weights_ptr + row)[None, :]
