@@ -87,13 +87,10 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
         return torch.empty(experts, *shape, dtype=dtype, device=blocks.device)
 
     packed = PackedMxfp4(
-        words=empty(chunks, out, CHUNK // 8, dtype=torch.int32),
-        scales=empty(chunks, out, dtype=torch.int64),
-        tails=empty(tails, out, TAIL // 4, dtype=torch.int16),
-        tail_scales=empty(tails, out, dtype=torch.int16),
-        counters=torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=blocks.device),
-        in_features=in_,
-    )
+        empty(chunks, out, CHUNK // 8, dtype=torch.int32), empty(chunks, out, dtype=torch.int64),
+        empty(tails, out, TAIL // 4, dtype=torch.int16), empty(tails, out, dtype=torch.int16),
+        torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=blocks.device), in_,
+    )  # fmt: skip
     # Where a code's four bits stand in a bf16, for all sixteen.
     code = torch.arange(16, dtype=torch.int32, device=blocks.device)
     pattern = ((code & 8) << 12) | ((code & 7) << 6)  # [16]
@@ -264,6 +261,7 @@ _OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 10))
 _TAIL_OPERANDS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 3))
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
 _FOUR_BF16 = tl.constexpr((tl.bfloat16,) * 4)
+_WAIT = tl.constexpr("wgmma.wait_group.sync.aligned 0; mov.u32 $0, $1;")
 _TURN_OF = tl.constexpr(TURNS)
 _MASK = tl.constexpr(MASK)
 _LEFT = tl.constexpr(LEFT)
@@ -405,8 +403,8 @@ def _packed_kernel(
         t_ptrs = tail_ptr + expert * NUM_TAILS * out_features * 16 + n_read[:, None] * 16
         t_ptrs += tl.arange(0, 16)[None, :]
         t_scales = tail_scale_ptr + expert * NUM_TAILS * out_features + n_read
-    # Few rows: a product a group, and mma.sync. Many: one product a chunk, whose wgmma run on while
-    # the next chunk is unpacked (between products Triton waits for those that read registers).
+    # Few rows: a product a group, and mma.sync. Many: one product a chunk, which Triton cuts into
+    # wgmma that run while what later ones need is unpacked (between products it would wait).
     NARROW: tl.constexpr = BLOCK_M < 32
     x_ptrs = x_rows + chunk * 256 + tl.arange(0, 32 if NARROW else 256)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -432,6 +430,10 @@ def _packed_kernel(
             w = tl.join(_join_four(w0, w1, w2, w3), _join_four(w4, w5, w6, w7))
             w = tl.reshape(tl.permute(w, [0, 4, 3, 2, 1]), [BLOCK_N, 256])
             acc = tl.dot(w, tl.load(x_ptrs), acc, input_precision="ieee")
+        if BLOCK_M > 8 and x_ptr.dtype.element_ty == tl.bfloat16:
+            # Triton lets products run on into the next turn, and ptxas (12.8) then writes into
+            # registers that they still read.
+            tl.inline_asm_elementwise(_WAIT, "=r,r", [in_features], tl.int32, False, 1)
         x_ptrs += 256
         w_base += out_features * 32
         s_base += out_features
