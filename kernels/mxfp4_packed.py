@@ -16,7 +16,7 @@ Weights stand on the M side (Y^T = W X^T): a tile of few tokens wastes none of t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -74,7 +74,10 @@ class PackedMxfp4:
     def of_expert(self, expert: int) -> "PackedMxfp4":
         """A view of one expert, E = 1."""
         one = slice(expert, expert + 1)
-        return PackedMxfp4(self.words[one], self.scales[one], self.counters, self.in_features)
+        return replace(
+            self, words=self.words[one], scales=self.scales[one], tails=self.tails[one],
+            tail_scales=self.tail_scales[one],
+        )  # fmt: skip
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:

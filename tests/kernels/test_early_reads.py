@@ -30,8 +30,8 @@ EARLY = {
     mxfp4_packed._packed_kernel: set(),
     norm._rms_norm_kernel: {"weight"},
     rope_kv._rope_kv_kernel: {"cos_sin", "positions", "write_idx"},
-    skinny._dot_kernel: {"bias_ptr"},
-    skinny._sum_kernel: {"bias_ptr", "w_ptr"},
+    skinny._linear_dot_kernel: {"bias_ptr"},
+    skinny._linear_sum_kernel: {"bias_ptr", "w_ptr"},
 }
 SPECS = {
     spec.fn: pytest.param(spec, id=f"{name}-{spec.name}")
