@@ -20,7 +20,7 @@ from torch.nn.functional import linear as linear_reference
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.op import AotSpec, Case, Inputs, Op, interpreting, use_triton
-from kernels.overlap import can_overlap
+from kernels.overlap import can_overlap, follow
 from kernels.tiling import Tiles, gpu_name, power_of_two, tiles_for
 
 MAX_ROWS = 64
@@ -76,15 +76,13 @@ def product(
     y = x.new_empty(num_rows, out)  # [T, out]
     if overlap is None:
         overlap = can_overlap(x.device)
-    # Only where it is known: other backends refuse the option.
-    early = {"launch_pdl": True} if overlap else {}
     operands = (x, weight, bias if bias is not None else x, y)
     num_n = triton.cdiv(out, tiles.block_n)
     if form == "linear_sum":
         constants = _sum_constants(num_rows, in_, bias is not None, overlap, tiles)
         _linear_sum_kernel[(num_n, triton.cdiv(num_rows, constants["BLOCK_T"]))](
             *operands, num_rows, x.stride(0), out, in_, **constants, num_warps=tiles.num_warps,
-            **early,
+            **follow(overlap),
         )  # fmt: skip
         return y
     split = tiles.split_k
@@ -93,7 +91,7 @@ def product(
     _linear_dot_kernel[(num_n, split)](
         *operands, partial, _counters(x.device) if split > 1 else y, num_rows, x.stride(0), out,
         in_, **_dot_constants(num_rows, in_, bias is not None, overlap, tiles),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **follow(overlap),
     )  # fmt: skip
     return y
 
@@ -131,8 +129,6 @@ def _linear_dot_kernel(
     OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pid_n, split = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
-        gdc_launch_dependents()
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n_live = n < out_features
     # Rows of weights past the end read one that exists; their result is not stored.
@@ -153,6 +149,7 @@ def _linear_dot_kernel(
         bias = tl.load(bias_ptr + n_read).to(tl.float32)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()  # not before: LoRA behind reads x early
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for c in range(chunk, end):
         if EVEN_K:
@@ -191,8 +188,6 @@ def _linear_sum_kernel(
     HAS_BIAS: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_live = n < out_features
     n_read = tl.where(n_live, n, out_features - 1).to(tl.int64)
@@ -207,6 +202,7 @@ def _linear_sum_kernel(
         bias = tl.load(bias_ptr + n_read).to(tl.float32)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()  # not before: LoRA behind reads x early
     acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for first in range(0, in_features, BLOCK_K):
         x_live = t_live[:, None, None] & (k < in_features - first)

@@ -41,9 +41,20 @@ class Linear:
         if ctx.lora is not None and self.slices and (ctx.seldom_lora or not self.seldom):
             if len(self.slices) == 1:
                 target, first, end = self.slices[0]
-                dense_lora(y[:, first:end], x, ctx.lora, target, slots, work, ctx.deterministic)
+                dense_lora(
+                    y[:, first:end],
+                    x,
+                    ctx.lora,
+                    target,
+                    slots,
+                    work,
+                    ctx.deterministic,
+                    settled=True,
+                )
             else:
                 parts = tuple(y[:, first:end] for _, first, end in self.slices)
                 targets = tuple(s[0] for s in self.slices)
-                dense_lora_multi(parts, x, ctx.lora, targets, slots, work, ctx.deterministic)
+                dense_lora_multi(
+                    parts, x, ctx.lora, targets, slots, work, ctx.deterministic, settled=True
+                )
         return y
