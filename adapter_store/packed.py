@@ -34,7 +34,7 @@ from adapter_store.packed_layout import (
     layout_of,
     plan_layout,
 )
-from adapter_store.weights import AdapterWeights, LoraTarget
+from adapter_store.weights import AdapterWeights, LoraTarget, is_finite
 
 LOADER_VERSION = 1
 """Raised when a format's reader changes what it makes of the same bytes: old packed files are then
@@ -86,7 +86,7 @@ def write_packed(
         for target, packed, factor in factors:
             for name, tensor in (("A", factor.a), ("B", factor.b)):
                 rows = _pad_rows(tensor, packed.lora_rank, dtype)  # [E or 1, R, in or out]
-                if not bool(torch.isfinite(rows).all()):
+                if not is_finite(rows):
                     raise AdapterInvalid(
                         "not_finite", f"{name} of {target.name} is not finite in {dtype}"
                     )

@@ -17,7 +17,7 @@ from adapter_store.packed import (
     write_packed,
 )
 from adapter_store.packed_layout import fingerprint, plan_layout
-from adapter_store.weights import LoraFactors
+from adapter_store.weights import LoraFactors, is_finite
 from tests.adapter_store.tiny_adapters import TARGETS, make_weights, open_tiny, write_tiny
 
 BAD_DIGEST = "0" * 64
@@ -192,3 +192,16 @@ def test_content_digest_sees_every_byte_and_name(tmp_path: Path) -> None:
     assert base == digest({"b": b"3", "a": b"12"}) and len(base) == 64
     others = [{"a": b"12", "b": b"4"}, {"a": b"1", "b": b"23"}, {"a": b"12", "c": b"3"}]
     assert len({base, *map(digest, others)}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_not_finite_is_found_wherever_it_lies(
+    dtype: torch.dtype, bad: float
+) -> None:
+    for size, at in ((1, 0), (7, 6), (1000, 0), (1000, 513), (100_003, 100_002)):
+        tensor = torch.linspace(-3, 3, size).to(dtype)
+        assert is_finite(tensor)
+        tensor[at] = bad
+        assert not is_finite(tensor), (size, at)
+    assert is_finite(torch.empty(0, dtype=dtype))
