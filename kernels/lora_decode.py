@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import LoraTables
 from kernels.op import AotSpec
+from kernels.tiling import gpu_name, tiles_for
 
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
@@ -42,13 +43,14 @@ class DecodeTiles:
     expand_warps: int = 1
 
 
-def decode_tiles(num_rows: int) -> DecodeTiles:
-    """Small programs of few warps.
+def decode_tiles(num_rows: int, in_: int, out: int, max_rank: int, gpu: str) -> DecodeTiles:
+    """Small programs of few warps: waiting for each other costs more than more lanes help.
 
-    NVIDIA H200, us a layer with 1, 2 and 4 warps, rank 32: gate_up of 4 pairs 5.2, 4.7, 5.6, of 128
-    pairs 20.8, 28.0, 54.4; q, k, v of 1 token 4.0, 3.6, 4.3, of 32 tokens 9.8, 10.7, 17.8.
+    out  of the widest target;  gpu  as in `tiles_for`
     """
-    return DecodeTiles(128, 64, 2, 2) if num_rows <= 8 else DecodeTiles(128, 64, 1, 1)
+    shrink = tiles_for("decode_shrink", {"rows": num_rows, "out": max_rank, "in": in_}, gpu)
+    expand = tiles_for("decode_expand", {"rows": num_rows, "out": out, "in": max_rank}, gpu)
+    return DecodeTiles(shrink.block_k, expand.block_n, shrink.num_warps, expand.num_warps)
 
 
 def pairs_suffice(num_rows: int, tables: LoraTables) -> bool:
@@ -114,7 +116,8 @@ def _launch(
     assert max_rank <= MAX_RANK and slots.is_contiguous(), (max_rank, slots.stride())
     if not num_rows:
         return
-    tiles = tiles or decode_tiles(num_rows)
+    out = max(y.shape[1] for y in ys)
+    tiles = tiles or decode_tiles(num_rows, in_, out, max_rank, gpu_name(x.device))
     if overlap is None:
         overlap = can_overlap(x.device)
     splits = triton.cdiv(in_, tiles.block_k)
@@ -135,7 +138,6 @@ def _launch(
         **form, X_DIV=x_div, BLOCK_K=tiles.block_k, EVEN_K=in_ % tiles.block_k == 0,
         num_warps=tiles.shrink_warps,
     )  # fmt: skip
-    out = max(y.shape[1] for y in ys)
     places = (*ys, *(ys[:1] * (MAX_TARGETS - num_targets)))
     _expand_kernel[(num_rows * triton.cdiv(out, tiles.block_n), num_targets)](
         z, *places, tables.memory, tables.a_off, tables.b_off, tables.b_stride, tables.lora_rank,
@@ -293,7 +295,7 @@ def aot_specs(
     x_div: int, weighted: bool, tiles: DecodeTiles | None = None,
 ) -> Iterator[AotSpec]:  # fmt: skip
     """The two compilations that one call uses on an H200. top_k 0: a plain linear."""
-    tiles = tiles or decode_tiles(num_rows)
+    tiles = tiles or decode_tiles(num_rows, in_, max(outs), max_rank, "NVIDIA H200")
     form = {
         "TOP_K": max(1, top_k), "BY_EXPERT": top_k > 0,
         "BLOCK_R": triton.next_power_of_2(max_rank), "SPLITS": triton.cdiv(in_, tiles.block_k),
