@@ -128,18 +128,21 @@ class Tuner:
         """Every candidate whose kernels are there, until the time is up."""
         written = time.monotonic()
         for job in jobs:
-            wanted = self.missing(job, round_idx)
-            if not wanted:
+            ready: dict[Tiles, list[str]] = {}
+            for tiles in self.missing(job, round_idx):
+                needs = job.needs.get((job.ops[round_idx].name, tiles), ())
+                if all(kernel in compiled for kernel in needs):
+                    ready[tiles] = [compiled[kernel] for kernel in needs]
+            if not ready:
                 continue
             if time.monotonic() > self.end:
                 return
             op, forced = job.ops[round_idx], self.best(job, round_idx)
             batch = op.make(job.problem, self.device, True)
             want = batch.reference()
-            for tiles in wanted:
-                told = [compiled.get(kernel) for kernel in job.needs.get((op.name, tiles), ())]
-                if None in told or time.monotonic() > self.end:
-                    continue
+            for tiles, told in ready.items():
+                if time.monotonic() > self.end:
+                    break
                 wrong, us = next((error for error in told if error), ""), math.inf
                 with force_tiles({**forced, op.name: tiles}):
                     if not wrong:

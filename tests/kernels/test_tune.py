@@ -8,6 +8,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,42 @@ def test_a_candidate_that_computes_wrong_is_never_chosen(
     run_all(tuner, jobs)
     assert {m.tiles.block_n for m in tuner.log.lines if "off by" in m.wrong} == {32}
     assert {t.block_n for t in choose(tuner.log.lines).values()} == {16}
+
+
+@compiled_alone
+@pytest.mark.usefixtures("h200_host", "few")
+def test_only_what_is_compiled_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the compiler refused is written down with its words."""
+    jobs = [job for job in fake_jobs() if job.ops[0].name == "decode_shrink"]
+    tuner = Tuner(Log(tmp_path / "log.jsonl", RUN), lambda batch: 1.0, CPU, time.monotonic() + 100)
+    first = list(tuner.record(jobs, 0))
+    assert len(first) == len(set(first)) and {k.function for k in first} == {
+        "_shrink_kernel", "_expand_kernel",
+    }  # fmt: skip
+    for job in jobs:
+        assert set(job.needs) == {("decode_shrink", SLOW), ("decode_shrink", FAST)}
+        assert all(set(needs) <= set(first) for needs in job.needs.values())
+    monkeypatch.setattr(Tuner, "_try", lambda self, batch, want: ("", 1.0))
+    for job in jobs:
+        make = partial(no_reference, job.ops[0].make)
+        job.ops[0] = dataclasses.replace(job.ops[0], make=make)
+    tuner.measure_round(jobs, 0, {})
+    assert not tuner.log.lines  # nothing was compiled
+    broken = jobs[0].needs["decode_shrink", SLOW][0]
+    tuner.measure_round(jobs, 0, dict.fromkeys(first, "") | {broken: "no registers left"})
+    wrong = {m.wrong for m in tuner.log.lines if m.tiles == SLOW}
+    assert len(tuner.log.lines) == 2 * len(jobs) and "no registers left" in wrong
+    tuner.end = time.monotonic() - 1
+    assert not list(tuner.record(jobs, 1))
+
+
+def no_reference(
+    make: Callable[..., Batch], problem: Problem, device: torch.device, filled: bool
+) -> Batch:
+    """A batch whose reference is not computed: nothing is launched that it could judge."""
+    made: list[Batch] = []
+    record_kernels(lambda: made.append(make(problem, device, False)))
+    return dataclasses.replace(made[0], reference=lambda: torch.zeros(1))
 
 
 def measured(key: tuple[int, int, int], times: dict[int, float], problem: str = "p") -> list:

@@ -458,3 +458,8 @@ def _slot_of(engine: Engine, ref: AdapterRef) -> int:
         engine.store.poll()
     engine.store.release(lease)
     return lease.index
+
+
+def test_a_rank_that_no_kernel_serves_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="max_lora_rank 512 is above 256"):
+        make_engine(max_lora_rank=512)
