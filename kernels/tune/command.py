@@ -56,7 +56,7 @@ class Job:
 
     problem: Problem
     ops: list[TunedOp]
-    # The kernels that a candidate needs, of each op's name.
+    # The kernels that a candidate of an op needs, once they are recorded.
     needs: dict[tuple[str, Tiles], list[Recorded]] = field(default_factory=dict)
 
 
@@ -130,8 +130,8 @@ class Tuner:
         for job in jobs:
             ready: dict[Tiles, list[str]] = {}
             for tiles in self.missing(job, round_idx):
-                needs = job.needs.get((job.ops[round_idx].name, tiles), ())
-                if all(kernel in compiled for kernel in needs):
+                needs = job.needs.get((job.ops[round_idx].name, tiles))
+                if needs is not None and all(kernel in compiled for kernel in needs):
                     ready[tiles] = [compiled[kernel] for kernel in needs]
             if not ready:
                 continue
