@@ -189,16 +189,12 @@ def write_tiles(path: Path, content: Mapping[str, Any]) -> None:
     parse_tiles(content, path.name)
     parts = []
     for name, value in content.items():
-        lists = value if name == MEASURED else {name: value}
-        lines = {
-            key: "[\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in some) + "\n  ]"
-            for key, some in lists.items()
-        }
         if name == MEASURED:
-            inner = ",\n".join(f'  "{key}": {text}' for key, text in lines.items())
-            parts.append(f'  "{name}": {{\n{inner}\n  }}' if lines else f'  "{name}": {{}}')
+            lines, ends = [f'"{op}": {json.dumps(runs)}' for op, runs in value.items()], "{}"
         else:
-            parts.append(f'  "{name}": {lines[name]}')
+            lines, ends = [json.dumps(entry) for entry in value], "[]"
+        inner = ",\n".join(f"    {line}" for line in lines)
+        parts.append(f'  "{name}": {ends[0]}\n{inner}\n  {ends[1]}')
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text("{\n" + ",\n".join(parts) + "\n}\n")
