@@ -38,26 +38,29 @@ class Recorded:
 class _NoDevice:
     """A driver for compiling alone: a target, and no device behind it."""
 
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
+    def __init__(self, target: GPUTarget, name: str) -> None:
+        self._target, self._name = target, name
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> str:
-        # No real device's: compiled kernels are remembered by device.
-        return "none"
+        # Compiled kernels are remembered by device.
+        return self._name
 
     def get_current_stream(self, device: str) -> int:
         return 0
 
 
 @contextmanager
-def no_device(target: GPUTarget = NO_TARGET) -> Iterator[None]:
-    """Within: Triton compiles and records for this target, with or without a GPU."""
+def no_device(target: GPUTarget = NO_TARGET, name: str = "compiling") -> Iterator[None]:
+    """Within: Triton compiles and records for this target, with or without a GPU.
+
+    name  what is compiled under one name is not known under another, nor on a real device
+    """
     config = triton.runtime.driver
     before = config._active
-    config.set_active(_NoDevice(target))
+    config.set_active(_NoDevice(target, name))
     try:
         yield
     finally:
@@ -78,7 +81,8 @@ def record_kernels(call: Callable[[], Any], target: GPUTarget = NO_TARGET) -> li
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = note
     try:
-        with no_device(target):
+        # Under this name nothing is ever compiled, so nothing can be launched.
+        with no_device(target, "recording"):
             call()
     finally:
         triton.knobs.runtime.jit_cache_hook = before
