@@ -34,7 +34,7 @@ GATHER_ROWS = 128
 def moe_lora(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slot_of_token: Tensor,
     work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None,
-    deterministic: bool = False, num_experts: int = 0,
+    deterministic: bool = False, num_experts: int = 0, settled: bool = False,
 ) -> None:  # fmt: skip
     """Add to each (token, expert) row the delta of the token's adapter for that expert, in place.
 
@@ -47,6 +47,8 @@ def moe_lora(
              (on a CPU: made from the slots)
     num_experts  ids from here on have no expert either; must be given without work
     weights  the router weights, for down: y has them already, the delta gets them here, once
+    settled  x, ids, slot_of_token and weights are older than the launch in front of this call
+             (which then made y): without work they are read while that one still runs (overlap.py)
     deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
     Rows of base tokens, of pairs without an expert, and of slots without this target keep all bits.
     Needs:   x and the tables' memory of one dtype, x not quantised.
@@ -59,7 +61,10 @@ def moe_lora(
         )  # fmt: skip
         return
     if work is None:
-        add_pairs(y, x, tables, target, ids, slot_of_token, num_experts, x_rows_per_pair, weights)
+        add_pairs(
+            y, x, tables, target, ids, slot_of_token, num_experts, x_rows_per_pair, weights,
+            settled=settled,
+        )  # fmt: skip
         return
     x_div = 1 if x_rows_per_pair else ids.shape[1]
     add_lora((y,), x, tables, (target,), work, x_div, weights, deterministic)

@@ -34,7 +34,8 @@ class AotSpec:
 
     signature  argument name -> Triton type ("*bf16", "i32", ...), constexprs left out;  constexprs
                name -> value
-    max_spills  bytes of spilled registers that are known and accepted
+    max_registers  of a thread, 0 = as the compiler likes;  max_spills  bytes of spilled registers
+                   that are known and accepted
     """
 
     name: str
@@ -43,6 +44,7 @@ class AotSpec:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int = 0
     max_spills: int = 0
 
 

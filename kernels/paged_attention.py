@@ -2,7 +2,7 @@
 
 This file: the contract, the torch form that is the truth and serves on a CPU, the cases.
 Not here: the Triton kernels (paged_attention_triton.py: one file would be too long), writing the
-cache (kv_write.py), the latent form (mla_attention.py).
+cache (rope_kv.py), the latent form (mla_attention.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -425,6 +425,7 @@ def _aot() -> Iterable[AotSpec]:
                     "BLOCK_H": 16,
                     "BLOCK_N": DECODE_N,
                     "MIN_BLOCKS": MIN_BLOCKS,
+                    "TRIGGER": True,
                 },
                 num_stages=STAGES,
             )
@@ -445,6 +446,7 @@ def _aot() -> Iterable[AotSpec]:
                 "BLOCK_N": DECODE_N,
                 "MIN_BLOCKS": MIN_BLOCKS,
                 "MAX_SPLITS": MAX_SPLITS,
+                "TRIGGER": True,
             },
         )
         block_m, block_n = prefill_tile(heads, wide=False)

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.op import interpreting
+from kernels.overlap import can_overlap
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Keys of one block of decode; a split takes at least two blocks, so that its partial result (one
@@ -105,6 +107,7 @@ def decode(
         BLOCK_N=DECODE_N,
         BLOCK_D=block_d,
         MIN_BLOCKS=MIN_BLOCKS,
+        TRIGGER=can_overlap(q.device),
         UPCAST=interpreting(),
         num_warps=4,
         num_stages=STAGES if q.element_size() == 2 else 1,
@@ -126,6 +129,7 @@ def decode(
             BLOCK_D=block_d,
             MIN_BLOCKS=MIN_BLOCKS,
             MAX_SPLITS=MAX_SPLITS,
+            TRIGGER=can_overlap(q.device),
             num_warps=4,
         )
 
@@ -275,8 +279,12 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    TRIGGER: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    if TRIGGER:
+        # The projection behind may fetch weights (overlap.py).
+        gdc_launch_dependents()
     split = tl.program_id(0)
     g = tl.program_id(1)
     row = tl.program_id(2)
@@ -350,7 +358,10 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
+    if TRIGGER:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1)
     token = tl.load(cu_q + row)

@@ -88,6 +88,7 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
         device=device,
         page_tokens=config.page_tokens,
         max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
         max_len=max_len,
         use_graphs=config.cuda_graphs and not on_cpu,
         deterministic=config.deterministic,

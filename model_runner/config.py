@@ -25,7 +25,7 @@ class EngineConfig:
     host_cache_dir   folder of packed adapters ("" = a private one in /dev/shm);  host_cache_bytes
                      its budget
     adapter_load_threads  adapters fetched side by side
-    cuda_graphs      whole-step graphs for decode, by padded batch size
+    cuda_graphs      whole-step graphs, by padded batch size
     look_ahead       launch step n+1 before the tokens of step n are read; None = on a GPU
     deterministic    bit-equal results for equal batches (no split-K with atomics)
     seed             where seeds of requests without one come from; None = from the operating system

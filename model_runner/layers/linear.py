@@ -4,10 +4,10 @@ three deltas)."""
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from kernels.dense_lora import dense_lora, dense_lora_multi
 from kernels.lora_tables import Worklist
+from kernels.skinny_linear import linear
 from model_runner.layers.context import ForwardContext
 
 
@@ -38,9 +38,20 @@ class Linear:
         if ctx.lora is not None and self.slices and (ctx.seldom_lora or not self.seldom):
             if len(self.slices) == 1:
                 target, first, end = self.slices[0]
-                dense_lora(y[:, first:end], x, ctx.lora, target, slots, work, ctx.deterministic)
+                dense_lora(
+                    y[:, first:end],
+                    x,
+                    ctx.lora,
+                    target,
+                    slots,
+                    work,
+                    ctx.deterministic,
+                    settled=True,
+                )
             else:
                 parts = tuple(y[:, first:end] for _, first, end in self.slices)
                 targets = tuple(s[0] for s in self.slices)
-                dense_lora_multi(parts, x, ctx.lora, targets, slots, work, ctx.deterministic)
+                dense_lora_multi(
+                    parts, x, ctx.lora, targets, slots, work, ctx.deterministic, settled=True
+                )
         return y

@@ -34,12 +34,12 @@ from tests.bench.lora_decode import (
     as_calls,
     check,
     compile_ahead,
+    decode,
     expected,
     four_operations,
     make_batch,
     make_tables,
     make_worklist,
-    row_by_row,
 )
 from tests.bench.paged_lora import Memory, add_paged
 
@@ -177,7 +177,7 @@ def work_table(timer: GraphTimer, end: float) -> None:
     print("\nus a layer: four operations / +sort / row by row")
     print(f"| product, rank, rows | {' | '.join(f'T={t}' for t in WORK_TOKENS)} |")
     print("|" + "---|" * (len(WORK_TOKENS) + 1))
-    steps = (four_operations, with_sort, row_by_row(None))
+    steps = (four_operations, with_sort, decode(None))
     for product in PRODUCTS:
         for rank in WORK_RANKS:
             tables = make_tables(product, rank, slots=FEW_SLOTS)
@@ -213,7 +213,7 @@ def everything() -> None:
             tables = make_tables(product, rank, filled=False, slots=FEW_SLOTS)
             for tokens in WORK_TOKENS:
                 batch = make_batch(product, tables, tokens, "distinct")
-                for step in (four_operations, with_sort, row_by_row(None)):
+                for step in (four_operations, with_sort, decode(None)):
                     step(batch, 0)
 
 

@@ -194,13 +194,18 @@ def four_operations(b: Batch, layer: int) -> None:
     add_lora(b.ys(), b.x, b.tables, b.targets(layer), b.work[layer], x_div, b.weights, False)
 
 
-def row_by_row(tiles: DecodeTiles | None) -> Step:
+def decode(tiles: DecodeTiles | None, overlap: bool | None = None, settled: bool = True) -> Step:
+    """Whatever the kernels read but y was there long before: so it is settled."""
+
     def step(b: Batch, layer: int) -> None:
         if b.product.kind == "dense":
-            add_rows(b.ys(), b.x, b.tables, b.targets(layer), b.slots, tiles)
+            add_rows(b.ys(), b.x, b.tables, b.targets(layer), b.slots, tiles, overlap, settled)
             return
         down = b.product.kind == "down"
-        add_pairs(b.y, b.x, b.tables, layer, b.ids[layer], b.slots, EXPERTS, down, b.weights, tiles)
+        add_pairs(
+            b.y, b.x, b.tables, layer, b.ids[layer], b.slots, EXPERTS, down, b.weights,
+            tiles, overlap, settled,
+        )  # fmt: skip
 
     return step
 
@@ -214,11 +219,16 @@ def reference(b: Batch, layer: int) -> None:
 
 
 VARIANTS: dict[str, Step] = {
+    "row by row": decode(None),
+    "not settled": decode(None, settled=False),
+    "no overlap": decode(None, overlap=False),
+    "128/64 w2": decode(DecodeTiles(128, 64, 2, 2)),
+    "128/64 w1": decode(DecodeTiles(128, 64, 1, 1)),
+    "256/64 w1": decode(DecodeTiles(256, 64, 1, 1)),
+    "1056 programs w1": decode(DecodeTiles(128, 64, 1, 1, 1056)),
+    "4224 programs w1": decode(DecodeTiles(128, 64, 1, 1, 4224)),
+    "no limit w1": decode(DecodeTiles(128, 64, 1, 1, 1 << 30)),
     "four operations": four_operations,
-    "row by row": row_by_row(None),
-    "1 warp": row_by_row(DecodeTiles(128, 64, 1, 1)),
-    "2 warps": row_by_row(DecodeTiles(128, 64, 2, 2)),
-    "4 warps": row_by_row(DecodeTiles(128, 64, 4, 4)),
 }
 TABLE = ("four operations", "row by row")  # these run for every distribution, others for one
 

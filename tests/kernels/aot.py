@@ -68,6 +68,8 @@ def _compile(spec: AotSpec) -> Any:
     arguments: dict[str, Any] = {constants: spec.constexprs, "attrs": attrs}
     source = ASTSource(fn, signature, **arguments)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    if spec.max_registers:
+        options["maxnreg"] = spec.max_registers
     return triton.compile(source, target=TARGET, options=options)
 
 

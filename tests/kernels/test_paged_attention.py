@@ -1,11 +1,10 @@
 """Paged attention: against plain softmax, alone and in company, and never a page of another row.
 
 The same promises are tested of the torch form here and, marked `interp`, of the Triton kernels.
+Not here: its guards taken out (test_paged_attention_guards.py).
 """
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import kernels.paged_attention as attention
 import kernels.paged_attention_triton as triton_side
 from kernels.op import Inputs
 from kernels.paged_attention import Rows, make_case, paged_attention
-from tests.kernels.mutant import mutant
 
 NAN = float("nan")
 MIXED: Rows = ((1, 40), (7, 7), (0, 0), (12, 45), (1, 1), (3, 64))
@@ -222,48 +220,6 @@ def test_splits_are_bounded_and_fill_the_chip() -> None:
     assert choose(64, 8, 2048, 132) == 1  # full without splits
     assert choose(64, 8, 131072, 132) == 8  # but a long row may be among them
     assert choose(1, 8, 128, 132) == 1  # a window: no second launch
-
-
-@pytest.mark.interp
-@pytest.mark.parametrize(
-    ("line", "instead"),
-    [
-        pytest.param(
-            "    live = pos < end\n", "    live = pos >= 0\n", id="loads past a row's end"
-        ),
-        pytest.param(
-            "    used = split < tl.cdiv(num_keys, size)",
-            "    used = split < num_splits",
-            id="splits that nobody wrote",
-        ),
-        pytest.param(
-            '    scores = tl.where(seen, scores, float("-inf"))\n',
-            "",
-            id="scores of keys not seen",
-        ),
-    ],
-)
-def test_the_poison_finds_a_guard_taken_out(
-    line: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed = mutant("paged_attention_triton", {line: instead}, tmp_path)
-    # Memory that nobody wrote holds NaN here, as it may on a GPU.
-    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
-    inputs = batch(((1, 300), (1, 70), (3, 30)), max_len=1024)
-    want = attention.paged_attention_reference(**inputs)
-    own = paged_attention(**inputs)
-    torch.testing.assert_close(own, want, rtol=1e-4, atol=2e-6)
-    monkeypatch.setattr(attention, "decode", changed.decode)
-    monkeypatch.setattr(attention, "prefill", changed.prefill)
-    assert not torch.allclose(paged_attention(**inputs), want, rtol=1e-3, atol=1e-3)
-
-
-def _poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def make(*args: int, **options: torch.dtype) -> Tensor:
-        fresh = empty(*args, **options)
-        return fresh.fill_(NAN) if fresh.is_floating_point() else fresh
-
-    return make
 
 
 @pytest.mark.gpu

@@ -112,7 +112,13 @@ class FakeGate:
         return None
 
     def release(self, lease: Lease, /, *, unused: bool = False) -> None:
-        del self.held[lease]  # KeyError: given back twice
+        ref = self.held.pop(lease)  # KeyError: given back twice
+        if unused:
+            self.unused.add(ref)
+
+    def forget(self, ref: AdapterRef) -> None:
+        """Nobody waits for it any more."""
+        self.unused.discard(ref)
 
     def error_of(self, ref: AdapterRef) -> Exception | None:
         return AdapterNotFound(str(ref)) if ref in self.dead else None
@@ -172,6 +178,11 @@ class World:
         done = self.scheduler.abort(seq_id)
         if done:
             self.aborted.add(seq_id)
+            ref = self.seqs[seq_id].request.adapter
+            ended = self.finished.keys() | self.aborted
+            waiting = (s for i, s in self.seqs.items() if i not in ended)
+            if ref is not None and all(s.request.adapter != ref for s in waiting):
+                self.gate.forget(ref)
         return done
 
     def step(self) -> ScheduledBatch | None:

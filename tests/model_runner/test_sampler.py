@@ -6,9 +6,12 @@ import math
 import pytest
 import torch
 
+import kernels.sample_token as sample_token_side
+import model_runner.execution.sampler as sampler
 from kernels.sample_token import NOT_FINITE, sample_token
 from model_runner.execution.sampler import draw_uniform, is_plain, sample
 from model_runner.scheduling.batch import SamplingRow
+from tests.guards import take_out
 
 
 def row(**fields) -> SamplingRow:
@@ -134,3 +137,34 @@ def test_a_row_that_is_not_finite_is_marked_and_harms_no_other(bad):
         logits, [row(temperature=0.0), row(top_k=3), row(temperature=0.0)], [0, 0, 0]
     ).tokens.tolist()
     assert general == plain
+
+
+def a_ban_hides_nothing() -> None:
+    """NaN where a ban or a mask puts minus infinity is still NaN of the model's."""
+    logits = torch.zeros(1, 20)
+    logits[0, 7] = torch.nan
+    assert draw(logits, [row(banned_ids=(7,))], [0]).tokens.tolist() == [NOT_FINITE]
+    masks = {"not 7": lambda r, position: torch.arange(20) != 7}
+    assert draw(logits, [row(mask="not 7")], [0], masks).tokens.tolist() == [NOT_FINITE]
+
+
+def test_a_ban_hides_nothing() -> None:
+    a_ban_hides_nothing()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "line", "check"),
+    [
+        (sampler, "sample", "torch.where(torch.isfinite(raw.amax(-1)), tokens, NOT_FINITE)",
+         a_ban_hides_nothing),
+        (sample_token_side, "sample_token_reference",
+         "torch.where(torch.isfinite(best), tokens, NOT_FINITE)",
+         lambda: test_a_row_that_is_not_finite_is_marked_and_harms_no_other(torch.nan)),
+    ],
+)  # fmt: skip
+def test_without_its_guard_such_a_row_gets_a_token(owner, name, line, check, monkeypatch) -> None:
+    take_out(monkeypatch, owner, name, line, "tokens")
+    # The function that the tests above call by name is the module's.
+    monkeypatch.setitem(draw.__globals__, "sample", sampler.sample)
+    with pytest.raises(AssertionError):
+        check()

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model_runner.request import FinishReason
+from model_runner.scheduling.admission import Admission
+from tests.guards import take_out
 from tests.model_runner.scheduling_world import EOS, FakeGate, World, adapter, answer, request
 
 BOTH = pytest.mark.parametrize("look_ahead", [False, True])
@@ -386,6 +388,34 @@ def test_pages_and_slot_come_both_or_neither(look_ahead: bool) -> None:
         assert not world.gate.held, "a slot without pages"
     world.drain()
     world.check_answers()
+
+
+def one_slot_and_no_pages() -> World:
+    """The one slot holds the adapter of a sequence that waits for pages; another adapter, of a
+    tenant that was served less, asks for the slot in every step."""
+    world = World(num_pages=12, max_model_len=40, gate=FakeGate(num_slots=1))
+    world.add(request(0, tuple(range(1, 30)), tenant="x", max_tokens=10, ignore_eos=True))
+    world.step()
+    world.step()
+    world.add(request(1, tuple(range(1, 30)), adapter("a"), "y", max_tokens=2))
+    for _ in range(4):
+        world.step()
+    world.add(request(2, (1, 2), adapter("b"), "z", max_tokens=2))
+    world.drain()
+    world.check_answers()
+    return world
+
+
+def test_a_slot_given_back_unused_is_kept_for_who_waits() -> None:
+    """Else the adapter goes before its first use, and is loaded again: in a loop, if many ask."""
+    world = one_slot_and_no_pages()
+    assert list(world.finished) == [0, 1, 2]
+    assert world.gate.num_loads == 2
+
+
+def test_without_that_word_the_slot_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_out(monkeypatch, Admission, "enter", ", unused=True", "")
+    assert one_slot_and_no_pages().gate.num_loads == 3
 
 
 @BOTH

@@ -1,0 +1,211 @@
+"""One replica in this process, with a real engine: when it calls itself healthy, and how it goes on
+after a fetch ahead has failed. Each promise once more with its line taken out.
+
+The router and the node's actor are stand-ins that speak through `.remote`. Not here: Ray
+(test_service.py), the actor itself (test_application.py).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import deployments.replica as replica_side
+from adapter_store.ref import AdapterRef
+from deployments.config import ServiceConfig
+from deployments.replica import Replica
+from deployments.router import SeatOrders
+from tests.guards import take_out
+
+A, B = AdapterRef("t/a", "/a"), AdapterRef("t/b", "/b")
+
+
+class Gone:
+    """What a replica becomes: Python would call its `__del__` again, which only Serve awaits."""
+
+
+def remote(call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
+    """A method as a handle offers it."""
+    return SimpleNamespace(remote=call)
+
+
+class FakeRouter:
+    def __init__(self) -> None:
+        self.orders = SeatOrders(True)
+        self.claim, self.report = remote(self._claim), remote(self._report)
+        self.release = remote(self._release)
+
+    async def _claim(self, model: str, replica_id: str, node_id: str) -> str:
+        return f"{model}-0"
+
+    async def _report(self, view: object, delta: object) -> SeatOrders:
+        return self.orders
+
+    async def _release(self, seat: str, replica_id: str) -> None: ...
+
+
+class FakeActors:
+    """The actors that a replica makes one after the other; the next call of one may fail."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        self.failure: Exception | None = None
+        self.asked: list[tuple[int, list[AdapterRef]]] = []
+
+    def make(self) -> SimpleNamespace:
+        self.num_made += 1
+        number = self.num_made
+
+        async def prefetch(model: str, refs: list[AdapterRef]) -> None:
+            self.asked.append((number, refs))
+            failure, self.failure = self.failure, None
+            if failure is not None:
+                raise failure
+
+        return SimpleNamespace(prefetch=remote(prefetch))
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+@pytest.fixture
+def actors() -> FakeActors:
+    return FakeActors()
+
+
+@pytest.fixture
+async def replica(
+    demo_config: ServiceConfig,
+    router: FakeRouter,
+    actors: FakeActors,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Replica]:
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    monkeypatch.setattr(replica_side, "REPORT_PERIOD_S", 3600.0)  # the tests report by hand
+    one = Replica.__new__(Replica)
+    settings, adapters = demo_config.models[0], demo_config.adapters
+    await one.__init__(settings, adapters, str(tmp_path / "tier"), 0.02, router)  # type: ignore
+    one._make_actor = actors.make  # type: ignore[method-assign]
+    yield one
+    await one.__del__()
+    one.__class__ = Gone  # type: ignore[assignment]
+
+
+async def report(replica: Replica) -> None:
+    """One report, and what it set going."""
+    await replica._report()
+    await asyncio.gather(*replica._fetch_tasks)
+
+
+async def is_ill(replica: Replica) -> str:
+    """Why the replica says it must be replaced; "" = it is well."""
+    try:
+        await replica.check_health()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+async def test_a_replica_that_lost_its_seat_is_ill(replica: Replica, router: FakeRouter) -> None:
+    await report(replica)
+    assert not await is_ill(replica)
+    router.orders = SeatOrders(False)
+    await report(replica)
+    assert "demo-0 is held by another" in await is_ill(replica)
+    router.orders = SeatOrders(True)  # nobody took it after all
+    await report(replica)
+    assert not await is_ill(replica)
+
+
+async def test_a_replica_without_its_engine_is_ill(replica: Replica) -> None:
+    assert not await is_ill(replica)
+    await asyncio.to_thread(replica._loop.stop)
+    assert "engine is not running" in await is_ill(replica)
+
+
+async def what_failed_is_tried_again(
+    replica: Replica, router: FakeRouter, actors: FakeActors, failure: Exception
+) -> None:
+    """An actor that died, or gave up: the refs are asked for again, of a new actor."""
+    router.orders = SeatOrders(True, (A, B))
+    actors.failure = failure
+    await report(replica)
+    assert actors.asked == [(1, [A, B])]
+    await report(replica)
+    assert actors.asked[1:] == [(2, [A, B])]
+    await report(replica)
+    assert len(actors.asked) == 2, "what was fetched is not asked for again"
+    assert not await is_ill(replica)
+
+
+FAILURES = [RuntimeError("the actor died"), TimeoutError("gave up"), ValueError("of its own")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda e: type(e).__name__)
+async def test_what_failed_is_tried_again(
+    replica: Replica, router: FakeRouter, actors: FakeActors, failure: Exception
+) -> None:
+    await what_failed_is_tried_again(replica, router, actors, failure)
+
+
+async def test_an_actor_that_cannot_be_made_is_tried_again(
+    replica: Replica, router: FakeRouter, actors: FakeActors
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no place on this node")
+
+    make, replica._make_actor = replica._make_actor, fail  # type: ignore[method-assign]
+    router.orders = SeatOrders(True, (A,))
+    await report(replica)
+    replica._make_actor = make  # type: ignore[method-assign]
+    await report(replica)
+    assert actors.asked == [(1, [A])]
+
+
+async def test_only_news_are_fetched(
+    replica: Replica, router: FakeRouter, actors: FakeActors
+) -> None:
+    for homes in ((A,), (A, B), (B,)):
+        router.orders = SeatOrders(True, homes)
+        await report(replica)
+    assert actors.asked == [(1, [A]), (1, [B])]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "instead"),
+    [
+        ("_prefetch", "except Exception as exc", "except KeyError as exc"),
+        ("_prefetch", "self._actor = None", "pass"),
+        ("_prefetch", "self._wanted.difference_update(refs)", "pass"),
+    ],
+)
+async def test_it_is_not_tried_again_without(
+    name: str, line: str, instead: str, replica: Replica, router: FakeRouter, actors: FakeActors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    take_out(monkeypatch, Replica, name, line, instead)
+    with pytest.raises((AssertionError, RuntimeError)):
+        await what_failed_is_tried_again(replica, router, actors, FAILURES[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "check"),
+    [
+        ("if not self._loop.alive:", test_a_replica_without_its_engine_is_ill),
+        ("if self._seat_lost:", test_a_replica_that_lost_its_seat_is_ill),
+    ],
+)
+async def test_it_calls_itself_well_without(
+    line: str, check: Callable[..., Awaitable[None]], replica: Replica, router: FakeRouter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    take_out(monkeypatch, Replica, "check_health", line, "if False:")
+    others = (router,) if check is test_a_replica_that_lost_its_seat_is_ill else ()
+    with pytest.raises(AssertionError):
+        await check(replica, *others)
