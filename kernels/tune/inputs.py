@@ -20,8 +20,10 @@ from kernels.fused_moe import (
     moe_gate_up_reference,
 )
 from kernels.fused_moe_lora import moe_lora, moe_lora_reference
+from kernels.lora_gated_act import lora_gated_act, lora_gated_act_reference
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist
+from kernels.skinny_linear import linear, linear_reference
 from kernels.tiling import moe_block_m, slot_block_m
 from kernels.tune.problems import NUM_SLOTS, Problem
 
@@ -84,8 +86,21 @@ def make_products(p: Problem, device: torch.device, filled: bool) -> Batch:
     return Batch(tuple(calls), references[0], 1e-2)
 
 
+def make_linear(p: Problem, device: torch.device, filled: bool) -> Batch:
+    """A plain linear with a bias. filled: as in make_products."""
+    dtype, (out,) = _dtype(device), p.outs
+    layers = num_layers(p, 2 * out * p.in_) if filled else 1
+    g = torch.Generator(device).manual_seed(p.tokens)
+    x = torch.randn(p.tokens, p.in_, generator=g, device=device).to(dtype)
+    bias = torch.randn(out, generator=g, device=device).to(dtype)
+    weights = _weights(p.in_, out, layers, device, filled)
+    calls = tuple(partial(linear, x, weight, bias) for weight in weights)
+    return Batch(calls, partial(linear_reference, x, weights[0], bias), 1e-2)
+
+
 def make_lora(p: Problem, device: torch.device, filled: bool, decode: bool) -> Batch:
-    """LoRA on one product. decode: without worklists, by the kernels of lora_decode.py."""
+    """LoRA on one product. decode: without worklists, by the kernels of lora_decode.py, as behind
+    a product: what it reads but y is settled; and gate_up with its activation."""
     tables, layers = _tables(p, device, filled)
     g = torch.Generator(device).manual_seed(p.tokens)
     slots = torch.arange(p.tokens, device=device).remainder(NUM_SLOTS).int()  # [T]
@@ -93,18 +108,24 @@ def make_lora(p: Problem, device: torch.device, filled: bool, decode: bool) -> B
     x = torch.randn(x_rows, p.in_, generator=g, device=device).to(tables.memory.dtype)
     y = torch.randn(p.rows, sum(p.outs), generator=g, device=device).mul_(Y_SCALE).to(x.dtype)
     weights = torch.rand(p.tokens, p.top_k, generator=g, device=device) + 0.5  # [T, K]
+    activated = decode and p.product == "gate_up"
     work: Worklist | None = None
     calls: list[Callable[[], Tensor]] = []
     references: list[Callable[[], Tensor]] = []
     for layer in range(layers):
         if p.of_experts:
             ids, down = _random_ids(p, g, device), p.product == "down"
+            if activated:
+                given = (y, x, tables, layer, ids, slots, p.num_experts, "gpt_oss", True)
+                calls.append(partial(lora_gated_act, *given))
+                references.append(partial(lora_gated_act_reference, *given))
+                continue
             if not decode:
                 block_m = moe_block_m(p.tokens, p.top_k, p.num_experts)
                 work = build_worklist(ids, slots, p.num_experts, NUM_SLOTS, block_m)
             args = (y, x, tables, layer, ids, slots, work, down, weights if down else None, False,
                     p.num_experts)  # fmt: skip
-            calls.append(partial(_and_give, y, partial(moe_lora, *args)))
+            calls.append(partial(_and_give, y, partial(moe_lora, *args, settled=True)))
             references.append(partial(_of_copy, y, partial(moe_lora_reference, y, *args[1:])))
             continue
         if not decode and work is None:
@@ -113,9 +134,11 @@ def make_lora(p: Problem, device: torch.device, filled: bool, decode: bool) -> B
         targets = tuple(range(layer * parts, (layer + 1) * parts))
         rest = (x, tables, targets, slots, work)
         ys = y.split(p.outs, 1)
-        calls.append(partial(_and_give, y, partial(dense_lora_multi, ys, *rest)))
+        call = partial(dense_lora_multi, ys, *rest, settled=True)
+        calls.append(partial(_and_give, y, call))
         references.append(partial(_of_copy, y, partial(dense_lora_multi_reference, ys, *rest)))
-    return Batch(tuple(calls), references[0], 3e-2, y.clone(), y)
+    added = (None, None) if activated else (y.clone(), y)
+    return Batch(tuple(calls), references[0], 3e-2, *added)
 
 
 def _and_give(y: Tensor, call: Callable[[], None]) -> Tensor:
@@ -145,6 +168,16 @@ def _dtype(device: torch.device) -> torch.dtype:
 def _random_ids(p: Problem, g: torch.Generator, device: torch.device) -> Tensor:
     scores = torch.rand(p.tokens, p.num_experts, generator=g, device=device)
     return scores.argsort(-1)[:, : p.top_k].int().contiguous()  # [T, K]
+
+
+@lru_cache(maxsize=1)
+def _weights(
+    in_: int, out: int, layers: int, device: torch.device, filled: bool
+) -> tuple[Tensor, ...]:
+    made = tuple(torch.empty(out, in_, dtype=_dtype(device), device=device) for _ in range(layers))
+    for layer, weight in enumerate(made if filled else ()):
+        weight.normal_(0, in_**-0.5, generator=torch.Generator(device).manual_seed(layer))
+    return made
 
 
 @lru_cache(maxsize=1)

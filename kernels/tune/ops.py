@@ -12,14 +12,16 @@ from functools import partial
 import torch
 from triton import cdiv, next_power_of_2
 
-from kernels.tiling import BLOCK_MS, SHARED_BYTES, Tiles
-from kernels.tune.inputs import Batch, make_lora, make_products
+from kernels.skinny_linear import SUM_BLOCK_T
+from kernels.tiling import BLOCK_MS, SHARED_BYTES, Tiles, power_of_two
+from kernels.tune.inputs import Batch, make_linear, make_lora, make_products
 from kernels.tune.problems import (
     Key,
     ModelShape,
     Problem,
     base_products,
     expand_key,
+    linear_products,
     lora_products,
     product_key,
     shrink_key,
@@ -29,6 +31,8 @@ from kernels.tune.problems import (
 MAX_VALUES = 256
 # Parts of a sum that the decode expand adds up, of all rank lanes at once.
 MAX_SPLITS = 64
+# More programs than these gain nothing from parts of a sum: the GPU is full.
+MAX_PROGRAMS = 528
 
 
 @dataclass(frozen=True)
@@ -71,19 +75,53 @@ def dense_candidates(p: Problem) -> Iterator[Tiles]:
 def packed_candidates(p: Problem) -> Iterator[Tiles]:
     """Grouped products of packed MXFP4 weights (its chunk takes block_k's place)."""
     if p.block_m <= 16:
-        for block_n, warps, stages in (
-            (64, 4, 3), (64, 4, 4), (64, 2, 3), (64, 2, 4), (128, 4, 3), (32, 2, 4),
-        ):  # fmt: skip
-            yield Tiles(block_n, num_warps=warps, num_stages=stages)
+        # Eight rows a tile, or the worklist's.
+        for block_m in (8,) if p.block_m <= 8 else (8, BLOCK_MS[-1]):
+            for block_n, warps, stages, registers in (
+                (64, 4, 3, 0), (64, 2, 3, 168), (64, 2, 4, 168), (128, 4, 3, 0), (128, 4, 3, 168),
+            ):  # fmt: skip
+                yield Tiles(block_n, 64, 1, 1, warps, stages, block_m, registers)
         for split in (2, 4) if p.rows <= 8 else ():
-            yield Tiles(64, split_k=split)
-            yield Tiles(128, split_k=split)
+            yield Tiles(64, split_k=split, block_m=8)
+            yield Tiles(128, split_k=split, block_m=8)
         return
     for group in (1, 4, 8):
         yield Tiles(128, group_m=group, num_warps=8, num_stages=3)
     yield Tiles(128, group_m=4, num_warps=8, num_stages=2)
+    yield Tiles(128, group_m=4, num_warps=8, num_stages=2, block_m=64)
+    yield Tiles(256, group_m=4, num_warps=8, num_stages=3, block_m=64)
     yield Tiles(64, group_m=4, num_warps=4, num_stages=3)
-    yield Tiles(64, group_m=4, num_warps=8, num_stages=3)
+
+
+# (block_n, block_k, warps, stages) by the rows: up to 16, more.
+_DOT_FEW = (
+    (64, 64, 4, 8), (64, 128, 4, 4), (32, 128, 4, 6), (32, 128, 2, 6), (32, 64, 2, 8),
+    (16, 128, 1, 8),
+)  # fmt: skip
+_DOT_MORE = (
+    (64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (32, 128, 4, 4),
+    (32, 64, 4, 4),
+)  # fmt: skip
+
+
+def dot_candidates(p: Problem) -> Iterator[Tiles]:
+    """Plain linears of few rows: parts of K side by side where the columns are few."""
+    for block_n, block_k, warps, stages in _DOT_FEW if p.rows <= 16 else _DOT_MORE:
+        for split in (1, 2, 3, 4, 8):
+            enough = cdiv(p.in_, block_k) >= 4 * split
+            if split == 1 or (enough and cdiv(p.outs[0], block_n) * split <= MAX_PROGRAMS):
+                yield Tiles(block_n, block_k, split, 1, warps, stages)
+
+
+def sum_candidates(p: Problem) -> Iterator[Tiles]:
+    """The same of a token or two, and routers: whole rows of weights in registers."""
+    rows = min(SUM_BLOCK_T, power_of_two(p.rows))
+    for block_n in (1, 2) if p.product == "router" else (1, 2, 4, 8):
+        for block_k in (512, 1024, 2048, 4096):
+            for warps in (4, 8):
+                values = block_n * block_k // (32 * warps)
+                if block_k < 2 * p.in_ and 16 <= values <= 64 and rows * values <= MAX_VALUES // 2:
+                    yield Tiles(block_n, block_k, num_warps=warps, num_stages=1)
 
 
 def shrink_candidates(p: Problem) -> Iterator[Tiles]:
@@ -137,6 +175,14 @@ TUNED = (
     TunedOp(
         "moe_gemm", lambda shape, _: base_products(shape, "dense"), product_key, dense_candidates,
         make_products,
+    ),
+    TunedOp(
+        "linear_dot", lambda shape, _: linear_products(shape, "linear_dot"), product_key,
+        dot_candidates, make_linear,
+    ),
+    TunedOp(
+        "linear_sum", lambda shape, _: linear_products(shape, "linear_sum"), product_key,
+        sum_candidates, make_linear,
     ),
     TunedOp(
         "decode_shrink", partial(lora_products, decode=True), shrink_key,

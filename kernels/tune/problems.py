@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.lora_decode import MAX_PAIRS, MAX_RANK, MAX_TOKENS
+from kernels.skinny_linear import choose_form
 from kernels.tiling import moe_block_m, narrow_block_m, slot_block_m
 
 Key = tuple[int, int, int]  # rows, out, in: what a file of tiles is looked up by
@@ -93,6 +94,18 @@ def base_products(shape: ModelShape, experts: str) -> Iterator[Problem]:
             )
 
 
+def linear_products(shape: ModelShape, form: str) -> Iterator[Problem]:
+    """Plain linears of decode steps that this form serves. Targets that share x are one weight."""
+    linears = [(product, in_, sum(outs)) for product, in_, outs in _linears(shape)]
+    if shape.num_experts:
+        linears.append(("router", shape.hidden, shape.num_experts))
+    for product, in_, out in linears:
+        # Two tokens are summed as one is, and need twice the registers.
+        for tokens in sorted({2, *DECODE_TOKENS}):
+            if choose_form(tokens, out) == form:
+                yield Problem(product, in_, (out,), tokens)
+
+
 def lora_products(shape: ModelShape, ranks: Sequence[int], decode: bool) -> Iterator[Problem]:
     """LoRA on every product, at the sizes that the decode kernels serve, or at all others."""
     for lora_rank in ranks:
@@ -124,7 +137,7 @@ def _linears(shape: ModelShape) -> Iterator[tuple[str, int, tuple[int, ...]]]:
 
 
 def product_key(p: Problem) -> Key:
-    """How `moe_gate_up` and `moe_down` look up their tiles."""
+    """How `moe_gate_up`, `moe_down` and `linear` look up their tiles."""
     return p.rows, p.outs[0], p.in_
 
 

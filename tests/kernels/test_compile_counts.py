@@ -24,15 +24,13 @@ from torch import Tensor
 
 import kernels.paged_attention as paged
 from kernels.dense_lora import embedding_lora
-from kernels.fused_moe import moe_sum, random_experts
+from kernels.fused_moe import random_experts
 from kernels.fused_moe_lora import random_tables
 from kernels.gated_act import gated_act
-from kernels.kv_write import kv_write
 from kernels.lora_decode import MAX_PAIRS, MAX_TOKENS
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist, moe_gate
 from kernels.op import compiled_kernels, interpreting
-from kernels.rope import apply_rope
 from kernels.sample_token import sample_token
 from kernels.tiling import Tiles, moe_block_m, slot_block_m
 from kernels.tune.compiling import compile_all, record_kernels
@@ -92,6 +90,13 @@ def decode_lora(m: ModuleType, tokens: int, device: str) -> None:
         m.add_rows(y.split(H, 1), x, tables(device, 1, 3), (0, 1, 2), slots)
 
 
+def activated_lora(m: ModuleType, tokens: int, device: str) -> None:
+    ids, slots, _ = routing(tokens, device)
+    if tokens * K <= MAX_PAIRS:
+        x, y = rows(tokens, H, device), rows(tokens * K, H, device)
+        m.lora_gated_act(y, x, tables(device), 0, ids, slots, E, "silu")
+
+
 def four_operations(m: ModuleType, tokens: int, device: str) -> None:
     ids, slots, weights = routing(tokens, device)
     x, y, work = rows(tokens, H, device), rows(tokens * K, H, device), pair_work(ids, slots)
@@ -128,10 +133,34 @@ def worklists(m: ModuleType, tokens: int, device: str) -> None:
     m.build_worklist(None, slots, 1, L, slot_block_m(tokens))
 
 
+def routes(m: ModuleType, tokens: int, device: str) -> None:
+    m.moe_route(rows(tokens, E, device), K, True, moe_block_m(tokens, K, E))
+
+
+def linears(m: ModuleType, tokens: int, device: str) -> None:
+    """A router, and what is wide enough for the dot."""
+    x, bias = rows(tokens, H, device), torch.zeros(600, device=device).bfloat16()
+    for out in (E, 600):
+        m.linear(x, rows(out, H, device), bias[:out])
+        m.linear(x, rows(out, H, device))
+
+
+def positions(m: ModuleType, tokens: int, device: str) -> None:
+    """Of odd numbers the columns of the input begin unaligned."""
+    begin = tokens % 2
+    places = torch.arange(-begin, tokens, device=device)[begin:]
+    heads = rows(tokens, 2 * H, device).view(tokens, 4, H // 2)
+    cache = torch.zeros(LONGEST // 16, 16, 1, H // 2, device=device, dtype=heads.dtype)
+    table = torch.randn(LONGEST, H // 2, device=device)
+    q, k, v = heads.split((2, 1, 1), 1)
+    m.rope_kv_write(q, k, v, table, places, cache, cache.clone(), places)
+
+
 def norms(m: ModuleType, tokens: int, device: str) -> None:
     x, weight = rows(tokens, H, device), torch.ones(H, device=device).bfloat16()
     m.rms_norm(x, weight, 1e-5)
     m.add_rms_norm(x, x.clone(), weight, 1e-5)
+    m.add_rms_norm(rows(tokens * K, H, device), x.clone(), weight, 1e-5)
     m.rms_norm(rows(tokens, 2 * H, device).view(tokens, 2, H), weight, 1e-5)
 
 
@@ -150,30 +179,28 @@ def without_lengths(m: ModuleType, tokens: int, device: str) -> None:
     ids, slots, _ = routing(tokens, device)
     x = rows(tokens, 2 * H, device)
     gated_act(x, "silu")
-    moe_sum(rows(tokens * K, H, device), K)
     moe_gate(x[:, :E], K, True)
-    heads = x.view(tokens, 4, H // 2)
-    positions = torch.arange(tokens, device=device)
-    table = torch.randn(LONGEST, H // 2, device=device)
-    apply_rope(heads[:, :3], heads[:, 3:], table, positions)
-    cache = torch.zeros(LONGEST // 16, 16, 1, H // 2, device=device, dtype=x.dtype)
-    kv_write(heads[:, 2:3], heads[:, 3:], cache, cache.clone(), positions)
     chance = torch.full((tokens,), 0.5, device=device)
     sample_token(x.float(), chance, chance)
-    embedding_lora(rows(tokens, H, device), positions % H, tables(device, 1, 3), 0, slots, H)
+    token_ids = torch.arange(tokens, device=device) % H
+    embedding_lora(rows(tokens, H, device), token_ids, tables(device, 1, 3), 0, slots, H)
 
 
 CALLS: dict[str, Call] = {
     "lora_decode": decode_lora,
+    "lora_gated_act": activated_lora,
     "fused_moe_lora": four_operations,
     "fused_moe": grouped_products,
     "mxfp4_packed": packed_product,
     "moe_gate": worklists,
+    "moe_route": routes,
     "norm": norms,
+    "rope_kv": positions,
+    "skinny_linear": linears,
     "paged_attention_triton": attention,
 }
 # Where a file's tiles do not follow the length, one run compiles all there is.
-WARM_OF = {"norm": (LONGEST,), "without_lengths": (LONGEST,)}
+WARM_OF = dict.fromkeys(("norm", "rope_kv", "without_lengths"), (LONGEST,))
 compiled_alone = pytest.mark.skipif(interpreting(), reason="interpreted functions do not compile")
 
 
@@ -204,16 +231,16 @@ def test_fifty_lengths_compile_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_without_do_not_specialize_they_do(name: str, tmp_path: Path) -> None:
     text = (KERNELS / f"{name}.py").read_text()
-    found = re.findall(r"do_not_specialize=(?:\[[^\]]*\]|\w+)", text)
+    found = re.findall(r"do_not_specialize\w*=(?:\[[^\]]*\]|\w+)", text)
     assert found
-    bad = mutant(name, dict.fromkeys(found, "do_not_specialize=[]"), tmp_path)
+    bad = mutant(name, {part: part.partition("=")[0] + "=[]" for part in found}, tmp_path)
     assert new_kernels(name, bad)
 
 
 @compiled_alone
 def test_every_kernel_that_takes_a_length_is_counted() -> None:
     """A file with `do_not_specialize` has lengths among its arguments, or targets alone."""
-    files = {p.stem for p in KERNELS.glob("*.py") if "do_not_specialize=" in p.read_text()}
+    files = {p.stem for p in KERNELS.glob("*.py") if "do_not_specialize" in p.read_text()}
     assert files - {"dense_lora"} == set(CALLS)
 
 
