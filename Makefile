@@ -51,5 +51,5 @@ bench: $(READY) ## kernels against their roofline (needs a GPU); op=fused_moe fo
 tune: $(READY) ## measure tile sizes on this GPU and write them; args="--shape gpt-oss-20b"
 	@$(BIN)/python -m kernels.tune $(args)
 
-bench-engine: $(READY) ## a full-size model with random weights and 8 adapters (needs a GPU)
+bench-engine: $(READY) ## a full-size random model and 8 adapters, judged (needs a GPU); args="--phases closed,rescore"
 	@$(BIN)/python -m tests.bench.engine $(args)

@@ -97,7 +97,7 @@ def dense_lora_multi_reference(
         for y, target in zip(ys, targets, strict=True):
             if target < 0:
                 continue
-            factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], 1)
+            factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], 1, x.dtype)
             if factors is None:
                 continue
             delta = (source @ factors[0][0].t()) @ factors[1][0]  # [n, out]
@@ -140,7 +140,7 @@ def embedding_lora_reference(
 ) -> None:  # fmt: skip
     """The same in torch."""
     for slot, rows in slot_groups(slot_of_token.cpu(), tables.num_slots, 1):
-        factors = slot_factors(tables, target, slot, num_embeddings, y.shape[1], 1)
+        factors = slot_factors(tables, target, slot, num_embeddings, y.shape[1], 1, y.dtype)
         if factors is None:
             continue
         rows = rows.to(y.device)

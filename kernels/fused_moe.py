@@ -92,6 +92,15 @@ class ExpertWeights:
             self._unpacked[dtype] = dequantize_mxfp4(self.blocks, self.scales, dtype)
         return self._unpacked[dtype]
 
+    def dense_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[out, in] of one expert in `dtype`, unpacked anew at every call."""
+        if self.weight is not None:
+            return self.weight[expert].to(dtype)
+        if self.packed is not None:
+            return unpack_mxfp4(self.packed.of_expert(expert), dtype)[0]
+        assert self.blocks is not None and self.scales is not None
+        return dequantize_mxfp4(self.blocks[expert], self.scales[expert], dtype)
+
     @cached_property
     def _unpacked(self) -> dict[torch.dtype, Tensor]:
         return {}
@@ -290,8 +299,11 @@ def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: in
     """x [rows, in] -> [N, out], from ids.
 
     This is also how a CPU serves, hence three ways. Which one is taken depends on shapes alone, and
-    each multiplies matrices of fixed shapes, so no row's bits depend on other rows.
+    each multiplies matrices of fixed shapes, so no row's bits depend on other rows. A GPU's
+    reference judges and does not serve: it goes by expert.
     """
+    if x.is_cuda:
+        return _by_expert(x, experts, ids, x_div)
     weight = experts.dense(x.dtype)  # [E, out, in]
     num_experts, out, in_ = weight.shape
     num_rows, num_pairs = x.shape[0], ids.numel()
@@ -318,6 +330,25 @@ def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: in
         y = _by_blocks(x, weight, flat_ids, x_div)
     if experts.bias is not None:
         y += experts.bias.index_select(0, flat_ids)
+    return y
+
+
+def _by_expert(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: int) -> Tensor:
+    """One product for all rows of an expert: each weight is unpacked and read once a call.
+
+    Memory beside the result: one expert's weights, and its rows.
+    """
+    flat_ids = ids.flatten()  # [N]
+    order = torch.sort(flat_ids, stable=True).indices  # [N]
+    counts = torch.bincount(flat_ids, minlength=experts.num_experts).tolist()  # [E]
+    y = x.new_empty(len(order), experts.out_features)  # [N, out]
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            rows = x.index_select(0, pairs // x_div)  # [n, in]
+            product = rows @ experts.dense_expert(expert, x.dtype).t()  # [n, out]
+            if experts.bias is not None:
+                product += experts.bias[expert]
+            y.index_copy_(0, pairs, product)
     return y
 
 

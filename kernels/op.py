@@ -90,9 +90,16 @@ _reference_only = False
 
 def use_reference_kernels(on: bool) -> None:
     """Make every op of this process use its torch reference, also on a GPU: to judge the kernels
-    by."""
+    by. Their fp32 products are then true fp32 ones, without TF32."""
     global _reference_only
     _reference_only = on
+    if on:
+        torch.set_float32_matmul_precision("highest")
+
+
+def references_only() -> bool:
+    """Whether `use_reference_kernels` is on."""
+    return _reference_only
 
 
 def use_triton(x: Tensor) -> bool:

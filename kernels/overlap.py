@@ -14,25 +14,46 @@ and started after everything before it was over; or it is a follower, and every 
 waited, so that its own predecessor was complete: by induction all earlier ones are. A follower
 whose programs end without waiting breaks the chain: it may be complete while its predecessor still
 runs. Writes follow the wait too, since memory is used again: a new buffer may lie where a kernel
-that is not yet over still reads. Reads after the wait go past the L1, which may hold lines from
-before it.
+that is not yet over still reads. Who reads anything early reads the rest past the L1, which may
+hold lines from before the wait.
 
 A trigger alone promises nothing about memory, so most kernels trigger in their first line. **A
 product with LoRA behind it triggers after its wait**, or is launched in the ordinary way: whoever
 starts behind it then knows that what the product reads is complete, and may read it early
 (lora_decode.py does). An op cannot know what was launched in front of it: what its caller promises
-to be that old is called `settled`.
+to be that old is called `settled`. A kernel launched in the ordinary way, torch's too, starts after
+everything before it is over: the chain begins anew behind it.
 Not here: any kernel.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
 
+_allowed = True
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels may start early there: the device knows programmatic dependent launches."""
+    return _allowed and _knows(device)
+
+
+@contextmanager
+def without_overlap() -> Iterator[None]:
+    """Ordinary launches alone, for whoever compares. For the whole process; graphs that are
+    captured meanwhile stay so."""
+    global _allowed
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before
+
 
 @lru_cache(maxsize=16)
-def can_overlap(device: torch.device) -> bool:
-    """Whether the device knows programmatic dependent launches."""
+def _knows(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9

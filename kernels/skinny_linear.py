@@ -20,7 +20,7 @@ from torch.nn.functional import linear as linear_reference
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.op import AotSpec, Case, Inputs, Op, interpreting, use_triton
-from kernels.overlap import can_overlap
+from kernels.overlap import can_overlap, follow
 from kernels.tiling import Tiles, gpu_name, power_of_two, tiles_for
 
 MAX_ROWS = 64
@@ -76,24 +76,22 @@ def product(
     y = x.new_empty(num_rows, out)  # [T, out]
     if overlap is None:
         overlap = can_overlap(x.device)
-    # Only where it is known: other backends refuse the option.
-    early = {"launch_pdl": True} if overlap else {}
     operands = (x, weight, bias if bias is not None else x, y)
     num_n = triton.cdiv(out, tiles.block_n)
     if form == "linear_sum":
         constants = _sum_constants(num_rows, in_, bias is not None, overlap, tiles)
-        _sum_kernel[(num_n, triton.cdiv(num_rows, constants["BLOCK_T"]))](
+        _linear_sum_kernel[(num_n, triton.cdiv(num_rows, constants["BLOCK_T"]))](
             *operands, num_rows, x.stride(0), out, in_, **constants, num_warps=tiles.num_warps,
-            **early,
+            **follow(overlap),
         )  # fmt: skip
         return y
     split = tiles.split_k
     assert split == 1 or num_n <= NUM_COUNTERS, (split, num_n)
     partial = y.new_empty((split, num_rows, out), dtype=torch.float32) if split > 1 else y
-    _dot_kernel[(num_n, split)](
+    _linear_dot_kernel[(num_n, split)](
         *operands, partial, _counters(x.device) if split > 1 else y, num_rows, x.stride(0), out,
         in_, **_dot_constants(num_rows, in_, bias is not None, overlap, tiles),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **follow(overlap),
     )  # fmt: skip
     return y
 
@@ -125,7 +123,7 @@ def _counters(device: torch.device) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _dot_kernel(
+def _linear_dot_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, num_rows, x_stride, out_features,
     in_features, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr,
     OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -185,7 +183,7 @@ def _dot_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_kernel(
+def _linear_sum_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, out_features, in_features,
     HAS_BIAS: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -273,14 +271,19 @@ def _aot() -> Iterator[AotSpec]:
             if form == "linear_sum":
                 constants = _sum_constants(rows, in_, True, True, tiles)
                 yield AotSpec(
-                    name, _sum_kernel, signature, constants, tiles.num_warps, num_stages=1
+                    name, _linear_sum_kernel, signature, constants, tiles.num_warps, num_stages=1
                 )
                 continue
             constants = _dot_constants(rows, in_, True, True, tiles)
             parts = ("*fp32", "*i32") if tiles.split_k > 1 else ("*bf16", "*bf16")
             own = {"partial_ptr": parts[0], "counters_ptr": parts[1]}
             yield AotSpec(
-                name, _dot_kernel, signature | own, constants, tiles.num_warps, tiles.num_stages
+                name,
+                _linear_dot_kernel,
+                signature | own,
+                constants,
+                tiles.num_warps,
+                tiles.num_stages,
             )
 
 

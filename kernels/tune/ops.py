@@ -89,6 +89,7 @@ def packed_candidates(p: Problem) -> Iterator[Tiles]:
         yield Tiles(128, group_m=group, num_warps=8, num_stages=3)
     yield Tiles(128, group_m=4, num_warps=8, num_stages=2)
     yield Tiles(128, group_m=4, num_warps=8, num_stages=2, block_m=64)
+    yield Tiles(128, group_m=4, num_warps=8, num_stages=3, block_m=64)
     yield Tiles(256, group_m=4, num_warps=8, num_stages=3, block_m=64)
     yield Tiles(64, group_m=4, num_warps=4, num_stages=3)
 

@@ -50,6 +50,8 @@ from model_runner.scheduling.batch import ScheduledBatch
 BUFFERS = (
     3  # host buffers of one shape in turn: the step in flight may still be reading the last two
 )
+# Positions whose logits are held at once when all of a prompt's are wanted.
+SCORE_ROWS = 1024
 ScoreSink = Callable[[int, Tensor], None]  # (first position, logits [tokens, V])
 
 
@@ -228,12 +230,9 @@ class ModelRunner:
         shape = StepShape(len(counts), ends[-1], len(logit_rows), columns, len(self._layout.groups))
         buffer = self._host_buffer(shape)
         self._fill_mixed(buffer, batch, logit_rows, sample_rows)
-        at = len(sample_rows)
-        logits, tokens = self._mixed_step(self._upload(buffer), shape, max_len, at)
-        for s, sink in scored.items():
-            sink(batch.starts[s], logits[at : at + counts[s]])
-            at += counts[s]
-        return logits, tokens
+        wanted = [(batch.starts[s], counts[s], sink) for s, sink in scored.items()]
+        num_samples = len(sample_rows)
+        return self._mixed_step(self._upload(buffer), shape, max_len, num_samples, wanted)
 
     def _fill_mixed(
         self,
@@ -250,15 +249,36 @@ class ModelRunner:
         shape: StepShape,
         max_len: int = 0,
         num_samples: int | None = None,
+        scored: Sequence[tuple[int, int, ScoreSink]] = (),
     ) -> tuple[Tensor, Tensor]:
         """One step with prompt chunks over device columns; what a graph captures. Gives logits
-        [Z, V] and the tokens of the first `num_samples` of them (default: all)."""
+        [n, V] and tokens [n] of the first n = `num_samples` logit rows (default: all).
+
+        scored  (first position, tokens, sink): whose logit rows follow those, in this order. Their
+                logits go out part by part: all at once they could be larger than the model
+        """
         ctx = self._context(views, shape.tokens, max_len or self._max_len)
-        logits = self.model.forward(self._token_ids(views), ctx)  # [Z, V]
         n = shape.logits if num_samples is None else num_samples
-        tokens = sample_token(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [n]
+        if scored:
+            x = self.model.hidden(self._token_ids(views), ctx)  # [Z, H]
+            logits = self._head(x, ctx, 0, n)  # [n, V]
+            at = n
+            for start, count, sink in scored:
+                for done in range(0, count, SCORE_ROWS):
+                    end = at + min(done + SCORE_ROWS, count)
+                    sink(start + done, self._head(x, ctx, at + done, end))
+                at += count
+        else:
+            logits = self.model.forward(self._token_ids(views), ctx)  # [n, V]
+        tokens = sample_token(logits, views["temperature"][:n], views["uniform"][:n])  # [n]
         self._previous[views["sample_rows"][:n]] = tokens
         return logits, tokens
+
+    def _head(self, x: Tensor, ctx: ForwardContext, first: int, end: int) -> Tensor:
+        """Logits [end - first, V] of some of the step's logit rows. x [Z, H]"""
+        slots = ctx.slot_of_token[ctx.logit_rows[first:end]]
+        work = self._slot_work(slots) if self._lora is not None and self._seldom else None
+        return self.model.head.apply(x[first:end], ctx, slots, work)
 
     def _decode_step(
         self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0

@@ -40,7 +40,7 @@ class Attention:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)  # [T, Q, D], [T, G, D] twice
         group = ctx.groups[ctx.group_of_layer[self.layer]]
         k_cache, v_cache = ctx.caches[self.layer]
-        # Positions and places are the step's inputs.
+        # Positions, places and lengths are the step's inputs.
         rope_kv_write(
             q, k, v, self.rope, ctx.positions, k_cache, v_cache, group.write_idx, self.q_norm,
             self.k_norm, self.eps, settled=True,
@@ -57,5 +57,6 @@ class Attention:
             sinks=self.sinks,
             max_q=ctx.max_q,
             max_len=ctx.max_len,
+            settled=True,
         )  # [T, Q, D]
         return self.out(y.reshape(len(x), heads * dim), ctx)

@@ -1,6 +1,6 @@
 """MXFP4 expert products at the GPT-OSS-20B shape: checked, then timed, tile by tile. Needs a GPU.
 
-    python tests/bench/moe_gemm.py [--tokens 1,8,16,32,512,2048] [--layers 8] [--workers 16]
+    python tests/bench/moe_gemm.py [--tokens 1,8,16,32,64,512,1632,2048] [--layers 8] [--workers 16]
 
 Weights are never in the L2 cache: a captured graph walks over the layers, each with its own weights
 and routing. `floor` is what the chosen experts' bytes (17 a group of 32) take at 4.3 TB/s, or the
@@ -46,11 +46,19 @@ def _packed(
 
 # None: weights as the checkpoint has them, in the tiles that ship. "ships": packed, likewise.
 FEW = (
-    _packed(64, 4, 3, 8), _packed(64, 2, 3, 8, registers=168), _packed(128, 4, 3, 8, registers=168),
-    _packed(128, 4, 3, 8, split=4), _packed(64, 2, 4, 8, registers=168),
+    _packed(64, 4, 3, 8), _packed(64, 2, 3, 8, registers=168), _packed(64, 2, 4, 8, registers=168),
+    _packed(128, 4, 3, 8, registers=168), _packed(128, 2, 3, 8), _packed(32, 1, 3, 8),
+)  # fmt: skip
+FEWEST = (*FEW, _packed(128, 4, 3, 8, split=4), _packed(32, 1, 4, 8), _packed(32, 2, 3, 8))
+SOME = (
+    _packed(64, 4, 3, 16), _packed(64, 2, 3, 8, registers=168),
+    _packed(64, 2, 3, 16, registers=168), _packed(128, 4, 3, 16, registers=168),
 )  # fmt: skip
 MANY = (
-    _packed(128, 8, 3, group=4), _packed(256, 8, 3, 64, group=4), _packed(128, 8, 2, 64, group=4),
+    _packed(128, 8, 3, group=4), _packed(128, 8, 3, group=8), _packed(128, 8, 2, group=4),
+    _packed(128, 8, 3, 64, group=4), _packed(128, 8, 2, 64, group=4, registers=128),
+    _packed(64, 4, 3, 64, group=4), _packed(64, 4, 2, 64, group=4, registers=168),
+    _packed(64, 4, 3, group=4), _packed(256, 8, 3, 64, group=4),
 )  # fmt: skip
 
 
@@ -68,7 +76,9 @@ class Layer:
 
 def variants_for(tokens: int) -> tuple[Variant, ...]:
     """What is timed at this number of tokens."""
-    return ("ships", *(FEW if tokens <= 64 else MANY))
+    if tokens <= 32:
+        return ("ships", *(FEWEST if tokens == 1 else FEW))
+    return ("ships", *(SOME if tokens <= 128 else MANY))
 
 
 def make_weights(name: str, layer: int, num_experts: int) -> tuple[ExpertWeights, ExpertWeights]:
@@ -212,7 +222,7 @@ def describe(variant: Variant, tokens: int, name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", default="1,8,16,32,512,2048")
+    parser.add_argument("--tokens", default="1,8,16,32,64,512,1632,2048")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--workers", type=int, default=16)
     args = parser.parse_args()

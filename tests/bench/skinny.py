@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import kernels.norm as norm_file  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
-from kernels.overlap import can_overlap  # noqa: E402
+from kernels.overlap import without_overlap  # noqa: E402
 from kernels.skinny_linear import choose_form, product  # noqa: E402
 from kernels.tiling import Tiles, gpu_name, tiles_for  # noqa: E402
 
@@ -138,16 +138,15 @@ def apply(x: Tensor, weight: Tensor, bias: Tensor | None, v: Variant) -> Tensor:
 
 def capture(run: Callable[[], list[Tensor]], overlap: bool) -> tuple[torch.cuda.CUDAGraph, list]:
     """A graph of `run`, norms overlapping or not, and what it returns."""
-    norm_file.can_overlap = can_overlap if overlap else lambda _: False
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    norm_file.can_overlap = can_overlap
+    with nullcontext() if overlap else without_overlap():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run()
     return graph, results
 
 

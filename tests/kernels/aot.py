@@ -42,6 +42,11 @@ def disassemble(spec: AotSpec) -> str:
     return _ask("nvdisasm", ["-c"], _compile(spec).asm["cubin"])
 
 
+def compile_ptx(spec: AotSpec) -> str:
+    """The PTX of one specification."""
+    return str(_compile(spec).asm["ptx"])
+
+
 def _compile(spec: AotSpec) -> Any:
     """What Triton compiles.
 

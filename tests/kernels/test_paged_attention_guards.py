@@ -145,7 +145,7 @@ TRITON_GUARDS = [
                  DECODE, 0, LARGE, id="padded decode"),
     pytest.param("| (skip >= num_queries) | (seq_len <= 0)", "| (skip >= num_queries)",
                  CHUNKS, 0, LARGE, id="padded chunk"),
-    pytest.param("range(tl.load(cu_q + num_rows) + row, num_tokens, num_rows)",
+    pytest.param("range(num_owned + row, num_tokens, num_rows)",
                  "range(num_tokens, num_tokens, num_rows)", DECODE, 0, POISON,
                  id="tokens of no row"),
     pytest.param("mine = (query < num_queries) & (head < per_kv)", "mine = head < per_kv",

@@ -141,7 +141,7 @@ def test_only_weights_come_before_the_wait(spec: AotSpec) -> None:
     assert len(waits) == 1
     early, late = code[: waits[0]], code[waits[0] :]
     assert not any(re.search(r"\b(STG|ATOMG|RED|EXIT)\b", line) for line in early)
-    if spec.fn is own._sum_kernel:
+    if spec.fn is own._linear_sum_kernel:
         wide = sum("LDG.E.128" in line for line in early)
         block = spec.constexprs["BLOCK_N"] * spec.constexprs["BLOCK_K"]
         assert wide == block // (32 * spec.num_warps * 8), "all of the first weights, 16 bytes each"
