@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A Ray of this machine alone: on 127.0.0.1 (whatever the name says), workers at normal priority.
 LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-interp test-gpu test-full fmt check bench bench-engine
+.PHONY: help setup demo serve test test-interp test-gpu test-full fmt check bench tune bench-engine
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ check: $(READY) ## lint, format, types
 
 bench: $(READY) ## kernels against their roofline (needs a GPU); op=fused_moe for one
 	@$(BIN)/python -m tests.bench.kernels $(op)
+
+tune: $(READY) ## measure tile sizes on this GPU and write them; args="--shape gpt-oss-20b"
+	@$(BIN)/python -m kernels.tune $(args)
 
 bench-engine: $(READY) ## a full-size random model and 8 adapters, judged (needs a GPU); args="--phases closed,rescore"
 	@$(BIN)/python -m tests.bench.engine $(args)

@@ -20,7 +20,7 @@ from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist, slot_groups
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
-from kernels.tiling import gpu_name, moe_block_m, tiles_for
+from kernels.tiling import MAX_LORA_RANK, gpu_name, moe_block_m, tiles_for
 
 MAX_TARGETS = 3
 # Rank lanes of one tile; a larger rank takes several.
@@ -408,6 +408,7 @@ def _cases() -> Iterator[Case]:
     yield case("deterministic_odd", 7, 3, 4, 333, 50, [8, 12], down=True, deterministic=True)
     yield case("shared_a", 6, 2, 3, 64, 48, [8, 16], shared=True)
     yield case("large_rank", 5, 1, 2, 96, 40, [100, 8], max_rank=128)
+    yield case("largest_rank", 3, 1, 2, 32, 24, [MAX_LORA_RANK])
     yield case("one", 2, 1, 1, 16, 16, [8])
     yield case("crowded", 60, 2, 2, 128, 64, [8, 32], down=True)
     yield case("decode_gate_up_odd", 9, 2, 5, 77, 70, [4, 16, 0, 8], decode=True)

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.lora_tables import LoraTables
 from kernels.op import AotSpec
 from kernels.overlap import can_overlap, follow
+from kernels.tiling import gpu_name, tiles_for
 
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
@@ -60,13 +61,14 @@ class DecodeTiles:
         return triton.cdiv(triton.next_power_of_2(num_rows) * tiles_per_row, self.programs)
 
 
-def decode_tiles(num_rows: int) -> DecodeTiles:
-    """Small programs of few warps.
+def decode_tiles(num_rows: int, in_: int, out: int, max_rank: int, gpu: str) -> DecodeTiles:
+    """Small programs of few warps: waiting for each other costs more than more lanes help.
 
-    NVIDIA H200, us a layer with 1, 2 and 4 warps, rank 32: gate_up of 4 pairs 5.2, 4.7, 5.6, of 128
-    pairs 20.8, 28.0, 54.4; q, k, v of 1 token 4.0, 3.6, 4.3, of 32 tokens 9.8, 10.7, 17.8.
+    out  of the widest target;  gpu  as in `tiles_for`
     """
-    return DecodeTiles(128, 64, 2, 2) if num_rows <= 8 else DecodeTiles(128, 64, 1, 1)
+    shrink = tiles_for("decode_shrink", {"rows": num_rows, "out": max_rank, "in": in_}, gpu)
+    expand = tiles_for("decode_expand", {"rows": num_rows, "out": out, "in": max_rank}, gpu)
+    return DecodeTiles(shrink.block_k, expand.block_n, shrink.num_warps, expand.num_warps)
 
 
 def pairs_suffice(num_rows: int, tables: LoraTables) -> bool:
@@ -91,7 +93,8 @@ def add_rows(
     tiles, overlap  for benchmarks; None = chosen here
     settled  x and slots are older than the launch in front of this one (overlap.py)
     """
-    lora = shrink(x, tables, targets, slots, None, 1, 0, tiles, overlap, settled)
+    out = max(y.shape[1] for y in ys)
+    lora = shrink(x, tables, targets, slots, None, 1, 0, out, tiles, overlap, settled)
     _expand(ys, lora, None)
 
 
@@ -107,7 +110,9 @@ def add_pairs(
     Left out: slots outside 0..L - 1, experts outside 0..num_experts - 1.
     """
     x_div = 1 if x_rows_per_pair else ids.shape[1]
-    lora = shrink(x, tables, (target,), slots, ids, x_div, num_experts, tiles, overlap, settled)
+    lora = shrink(
+        x, tables, (target,), slots, ids, x_div, num_experts, y.shape[1], tiles, overlap, settled
+    )
     _expand((y,), lora, weights)
 
 
@@ -134,11 +139,12 @@ class Shrunk:
 
 def shrink(
     x: Tensor, tables: LoraTables, targets: tuple[int, ...], slots: Tensor, ids: Tensor | None,
-    x_div: int, num_experts: int, tiles: DecodeTiles | None, overlap: bool | None, settled: bool,
+    x_div: int, num_experts: int, out: int, tiles: DecodeTiles | None, overlap: bool | None,
+    settled: bool,
 ) -> Shrunk:  # fmt: skip
     """Launch z = x A for up to three targets. An expand must be the very next launch.
 
-    ids None: rows of a plain linear;  x_div  rows that share a row of x
+    ids None: rows of a plain linear;  x_div  rows that share a row of x;  out  as in decode_tiles
     """
     num_rows = slots.shape[0] if ids is None else ids.numel()
     num_targets, in_, max_rank = len(targets), x.shape[1], tables.max_rank
@@ -147,7 +153,7 @@ def shrink(
     assert x.dtype == tables.memory.dtype, (x.dtype, tables.memory.dtype)
     assert x.stride(1) == 1, "columns must lie side by side"
     assert max_rank <= MAX_RANK and slots.is_contiguous(), (max_rank, slots.stride())
-    tiles = tiles or decode_tiles(num_rows)
+    tiles = tiles or decode_tiles(num_rows, in_, out, max_rank, gpu_name(x.device))
     overlap = can_overlap(x.device) if overlap is None else overlap
     form, own = shrink_form(
         num_rows, in_, num_targets, max_rank, 0 if ids is None else ids.shape[1], tiles, overlap
@@ -391,7 +397,7 @@ def aot_specs(
     x_div: int, weighted: bool, tiles: DecodeTiles | None = None,
 ) -> Iterator[AotSpec]:  # fmt: skip
     """The two compilations that one call uses on an H200. top_k 0: a plain linear."""
-    tiles = tiles or decode_tiles(num_rows)
+    tiles = tiles or decode_tiles(num_rows, in_, max(outs), max_rank, "NVIDIA H200")
     form, own = shrink_form(num_rows, in_, len(outs), max_rank, top_k, tiles, True)
     own |= {"X_DIV": x_div, "SETTLED": True}
     expand = {"NUM_TARGETS": len(outs), "WEIGHTED": weighted, "BLOCK_N": tiles.block_n}

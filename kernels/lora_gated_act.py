@@ -58,8 +58,9 @@ def lora_gated_act(
     assert gate_up.stride(1) == 1, "columns must lie side by side"
     out = gate_up.new_empty(num_rows, inner)  # [N, I]
     lora = shrink(
-        x, tables, (target,), slot_of_token, ids, ids.shape[1], num_experts, tiles, None, settled
-    )
+        x, tables, (target,), slot_of_token, ids, ids.shape[1], num_experts, 2 * inner, tiles, None,
+        settled,
+    )  # fmt: skip
     if not num_rows:
         return out
     tiles = lora.tiles
@@ -189,7 +190,7 @@ def _cases() -> Iterator[Case]:
 
 def _aot() -> Iterator[AotSpec]:
     for rows, rank in ((4, 32), (32, 32), (128, 32), (4, 64), (128, 64)):
-        tiles = decode_tiles(rows)
+        tiles = decode_tiles(rows, 2880, 5760, rank, "NVIDIA H200")
         form, _ = shrink_form(rows, 2880, 1, rank, 4, tiles, True)
         constants = form | {"GPT_OSS": True, "BLOCK_N": half_block(tiles)}
         constants["BLOCK_S"] = triton.next_power_of_2(form["SPLITS"])

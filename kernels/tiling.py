@@ -1,12 +1,14 @@
 """Tile sizes: a pure function of the op, the shape and the GPU's name. Tested without a GPU.
 
-The numbers stand in tiles/*.json, one file a GPU name, default.json for all others. Row counts are
-rounded up to a power of two first: whoever has run a model once with each power of two of tokens
-has compiled all that any other count will use. Not here: any kernel.
+The numbers stand in tiles/*.json, one file a GPU name, default.json for all others; `python -m
+kernels.tune` writes such a file. Row counts are rounded up to a power of two first: whoever has run
+a model once with each power of two of tokens has compiled all that any other count will use. Not
+here: any kernel.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
@@ -18,9 +20,13 @@ import torch
 FOLDER = Path(__file__).parent / "tiles"
 KEYS = ("rows", "out", "in")
 OPS = (
-    "moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_shrink", "lora_expand", "linear_dot",
-    "linear_sum",
+    "moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_shrink", "lora_expand", "decode_shrink",
+    "decode_expand", "linear_dot", "linear_sum",
 )  # fmt: skip
+# The key of a file that says how its numbers were measured; no op.
+MEASURED = "measured"
+# The largest rank that the LoRA kernels are tested with.
+MAX_LORA_RANK = 256
 BLOCK_MS = (16, 32, 64, 128)
 # What a block may use on the smallest chip that we compile for (sm_90: 227 KiB).
 SHARED_BYTES = 227 * 1024
@@ -91,7 +97,37 @@ def tiles_for(op: str, shape: Mapping[str, int], gpu: str) -> Tiles:
     two; of equals the first in the file.
     Errors:  KeyError for an op that the file does not know.
     """
+    if op in _forced:
+        return _forced[op]
     return _nearest(op, power_of_two(shape["rows"]), shape["out"], shape["in"], gpu)
+
+
+_forced: dict[str, Tiles] = {}
+
+
+@contextmanager
+def force_tiles(tiles: Mapping[str, Tiles]) -> Iterator[None]:
+    """Within: `tiles_for` gives these for the ops named, whatever the shape. To measure them."""
+    before = dict(_forced)
+    _forced.update(tiles)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def check_start(gpu: str, max_lora_rank: int) -> None:
+    """What must be refused before a model is loaded, not at its first request.
+
+    Errors:  ValueError for a file of tiles that is not valid (names it, the op and the entry), and
+             for a rank above what the kernels serve.
+    """
+    load_tiles(gpu)
+    if max_lora_rank > MAX_LORA_RANK:
+        raise ValueError(
+            f"max_lora_rank {max_lora_rank} is above {MAX_LORA_RANK}, what the LoRA kernels serve"
+        )
 
 
 def power_of_two(n: int) -> int:
@@ -113,10 +149,23 @@ def _nearest(op: str, rows: int, out: int, in_: int, gpu: str) -> Tiles:
 @lru_cache(maxsize=16)
 def load_tiles(gpu: str) -> dict[str, tuple[tuple[tuple[int, ...], Tiles], ...]]:
     """op -> ((rows, out, in), tiles) entries of this GPU's file, default.json if it has none."""
-    path = FOLDER / f"{gpu.replace(' ', '_')}.json"
-    if not gpu or not path.is_file():
-        path = FOLDER / "default.json"
-    return parse_tiles(json.loads(path.read_text()), path.name)
+    path = FOLDER / file_name(gpu)
+    if not path.is_file():
+        path = FOLDER / file_name("")
+    return parse_tiles(read_json(path), path.name)
+
+
+def file_name(gpu: str) -> str:
+    """Of the file that holds this GPU's tiles."""
+    return f"{gpu.replace(' ', '_') or 'default'}.json"
+
+
+def read_json(path: Path) -> Any:
+    """A file's content. Errors: ValueError that names the file if it is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def parse_tiles(
@@ -126,8 +175,10 @@ def parse_tiles(
 
     Errors: ValueError that names the file, the op and the entry at fault.
     """
+    if not isinstance(raw, dict):
+        raise ValueError(f"{source}: must hold an object of ops, not {type(raw).__name__}")
     missing = set(OPS) - set(raw)
-    unknown = set(raw) - set(OPS)
+    unknown = set(raw) - {*OPS, MEASURED}
     if missing or unknown:
         raise ValueError(f"{source}: missing ops {sorted(missing)}, unknown {sorted(unknown)}")
     return {op: tuple(_entry(raw[op], i, f"{source}: {op}") for i in range(_count(raw, op, source)))
@@ -141,8 +192,8 @@ def _count(raw: Mapping[str, Any], op: str, source: str) -> int:
 
 
 def _entry(entries: list[dict[str, int]], i: int, where: str) -> tuple[tuple[int, ...], Tiles]:
-    entry = dict(entries[i])
     try:
+        entry = dict(entries[i])
         key = tuple(entry.pop(k) for k in KEYS)
         if any(type(k) is not int or k < 1 for k in key):
             raise ValueError(f"{KEYS} must be positive integers, not {key}")

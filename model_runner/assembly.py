@@ -16,6 +16,7 @@ from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
 from kernels.lora_tables import LoraTables
 from kernels.op import references_only
+from kernels.tiling import check_start, gpu_name
 from model_runner.config import EngineConfig
 from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
 from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
@@ -54,6 +55,7 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     Errors: ValueError (config, model), CheckpointError, and what the device raises.
     """
     device = _find_device(config.device)
+    check_start(gpu_name(device), config.max_lora_rank)
     on_cpu = device.type == "cpu"
     family, model_config = read_model_config(Path(config.model))
     dtype = DTYPES[config.dtype or ("float32" if on_cpu else model_config.dtype)]

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from kernels.lora_decode import decode_tiles
 from kernels.tiling import (
     FOLDER,
+    MAX_LORA_RANK,
     OPS,
     SHARED_BYTES,
     Tiles,
+    check_start,
+    force_tiles,
     load_tiles,
     moe_block_m,
     narrow_block_m,
@@ -32,9 +36,9 @@ def test_shipped_files_are_valid_and_fit(path: Path) -> None:
         for (rows, _, _), tiles in entries:
             # The rows of a tile at this key, whatever the number of experts from 8 up.
             block_m = max(moe_block_m(rows, 1, 8), slot_block_m(rows))
-            if op == "lora_expand":
+            if op in ("lora_expand", "decode_expand"):
                 continue  # its reduction is the rank, not block_k
-            if op == "lora_shrink":
+            if op in ("lora_shrink", "decode_shrink"):
                 tiles = Tiles(64, tiles.block_k, num_stages=tiles.num_stages)
             assert tiles.shared_bytes(block_m) <= SHARED_BYTES, (op, rows)
 
@@ -99,6 +103,42 @@ def test_bad_files_are_refused_by_name() -> None:
         parse_tiles(good | {"moe_gemm": []}, "my.json")
 
 
+def test_a_start_refuses_what_would_fail_at_a_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPU names that nobody else asks for: files are remembered."""
+    check_start("NVIDIA H200", MAX_LORA_RANK)
+    with pytest.raises(ValueError, match="max_lora_rank 264 is above 256"):
+        check_start("NVIDIA H200", 264)
+    monkeypatch.setattr("kernels.tiling.FOLDER", tmp_path)
+    good = dict.fromkeys(OPS, [entry(1, 1, 1)])
+    cases = {
+        "text": ("{", r"one_text\.json: Expecting"),
+        "list": ("[]", r"one_list\.json: must hold an object of ops, not list"),
+        "op": (json.dumps({"moe_gemm": good["moe_gemm"]}), r"one_op\.json: missing ops"),
+        "entry": (json.dumps(good | {"decode_shrink": [entry(1, 1, 1), entry(1, 1, 1, warps=4)]}),
+                  r"one_entry\.json: decode_shrink\[1\]: .*warps"),
+        "number": (json.dumps(good | {"moe_gemm": [7]}), r"one_number\.json: moe_gemm\[0\]"),
+    }  # fmt: skip
+    for name, (text, words) in cases.items():
+        (tmp_path / f"one_{name}.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            check_start(f"one {name}", 8)
+
+
+def test_forced_tiles_hold_within_alone() -> None:
+    shape = {"rows": 4, "out": 2880, "in": 2880}
+    before = tiles_for("lora_shrink", shape, "")
+    forced = Tiles(16, 32)
+    with pytest.raises(RuntimeError), force_tiles({"lora_shrink": forced}):
+        assert tiles_for("lora_shrink", shape, "") == forced
+        with force_tiles({"moe_gemm": forced}):
+            assert tiles_for("lora_shrink", shape, "") == tiles_for("moe_gemm", shape, "") == forced
+        assert tiles_for("moe_gemm", shape, "") != forced
+        raise RuntimeError
+    assert tiles_for("lora_shrink", shape, "") == before
+
+
 def test_block_m_follows_the_rows_of_an_expert() -> None:
     assert [moe_block_m(t, 4, 32) for t in (1, 32, 128, 129, 512, 513, 1600)] == [
         16, 16, 16, 32, 64, 128, 128,
@@ -122,9 +162,12 @@ def test_powers_of_two_warm_every_choice(top_k: int, num_experts: int) -> None:
             moe_block_m(num_tokens, top_k, num_experts),
         )
         plain_ops = (tiles_for("lora_shrink", tokens, "NVIDIA H200"), slot_block_m(num_tokens))
-        return expert_ops, plain_ops
+        decode_ops = tuple(
+            decode_tiles(rows["rows"], 2880, 4096, 32, "NVIDIA H200") for rows in (pairs, tokens)
+        )
+        return expert_ops, plain_ops, decode_ops
 
-    for which in (0, 1):
+    for which in (0, 1, 2):
         warm = {choice(1 << i)[which] for i in range(12)}
         assert {choice(n)[which] for n in range(1, 2049)} == warm
 

@@ -451,3 +451,8 @@ def test_endless_work_for_one_adapter_does_not_starve_another():
         assert ended, f"{number} requests of the busy adapter came first"
     finally:
         small.close()
+
+
+def test_a_rank_that_no_kernel_serves_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="max_lora_rank 512 is above 256"):
+        make_engine(max_lora_rank=512)
