@@ -14,7 +14,7 @@ Checks run in the interpreter and on a GPU; where a column says otherwise, only 
   6  expert -1 or E lands in another adapter's rows     worklists, decode_kernels   moe_gate,
                                                                                     lora_decode
   7  a token-to-slot map of the step before             tests/model_runner/test_poison.py, and
-                                                        test_at_speed.py on a GPU
+                                                        test_poison_at_speed.py on a GPU
   8  a captured graph keeps the number of adapters      graphs_follow (GPU)         fused_moe_lora,
                                                                                     lora_decode
   9  rows in sorted order where pair order is meant     four_operations, products   fused_moe_lora,

@@ -134,10 +134,10 @@ def strange_slots_are_not_felt(poison: float) -> None:
         engine.close()
 
 
-def an_adapters_step_leaves_no_slots_behind(poison: float) -> None:
+def an_adapters_step_leaves_no_slots_behind(poison: float, **fields: object) -> None:
     """Base after adapter, in steps of one shape, which share a buffer: one-token prompts make
     decode steps alone, answers of one token prompt steps alone."""
-    engine = make_engine(max_loras=1, prefix_cache=False)
+    engine = make_engine(max_loras=1, prefix_cache=False, **fields)
     one = dataclasses.replace(SHORT, max_tokens=1)
     try:
         engine.load_adapters([REFS["pirate"]])
