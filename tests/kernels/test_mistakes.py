@@ -237,8 +237,7 @@ def test_made_it_is_found(name: str, device: str, tmp_path: Path) -> None:
 @devices
 def test_the_room_given_to_mutants_is_no_fault_of_theirs(device: str, tmp_path: Path) -> None:
     roomy = mutant("moe_gate", ROOM, tmp_path)
-    for check in (worklists, long_worklists):
-        check(SimpleNamespace(**{**vars(OWN), "moe_gate": roomy}), device)
+    worklists(SimpleNamespace(**{**vars(OWN), "moe_gate": roomy}), device)
 
 
 # 8: a captured graph
@@ -304,7 +303,8 @@ def lora_reads_the_full_activation(device: str) -> None:
     eight-bit integer would hold it, make over 3 % where the adapter's part is the larger one.
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokens, hidden, inner, experts, top_k = 3, 128, 128, 4, 2
+    tokens, experts, top_k = 3, 4, 2
+    hidden = inner = 128 if device == "cuda" else 64  # the interpreter is slow
     g = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=g).to(device, dtype)
     gate = torch.randn(experts, hidden, generator=g).to(device, dtype)
