@@ -51,5 +51,5 @@ check: $(READY) ## lint, format, types
 bench: $(READY) ## kernels against their roofline (needs a GPU); op=fused_moe for one
 	@$(BIN)/python -m tests.bench.kernels $(op)
 
-bench-engine: $(READY) ## a full-size model with random weights and 8 adapters (needs a GPU)
+bench-engine: $(READY) ## a full-size random model and 8 adapters, judged (needs a GPU); args="--phases closed,rescore"
 	@$(BIN)/python -m tests.bench.engine $(args)

@@ -32,7 +32,7 @@ EMBED_BLOCK = 256
 
 def dense_lora(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, slot_of_token: Tensor,
-    work: Worklist | None, deterministic: bool = False,
+    work: Worklist | None, deterministic: bool = False, settled: bool = False,
 ) -> None:  # fmt: skip
     """Add every token's LoRA to its linear output, in place.
 
@@ -44,16 +44,19 @@ def dense_lora(
              slots)
     deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
     Without work the order is fixed anyway.
+    settled  x and slot_of_token are older than the launch in front of this call (which then made
+             y): without work they are read while that one still runs (overlap.py)
     Rows of base tokens and of slots without this target keep all bits.
     Needs:   x and the tables' memory of one dtype.
     Cost:    reads each factor in use once per block_m of its rows.
     """
-    dense_lora_multi((y,), x, tables, (target,), slot_of_token, work, deterministic)
+    dense_lora_multi((y,), x, tables, (target,), slot_of_token, work, deterministic, settled)
 
 
 def dense_lora_multi(
     ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
     slot_of_token: Tensor, work: Worklist | None, deterministic: bool = False,
+    settled: bool = False,
 ) -> None:  # fmt: skip
     """The same for linears that share x (q, k and v): a shrink and an expand for each three.
 
@@ -66,7 +69,7 @@ def dense_lora_multi(
     for first in range(0, len(wanted), MAX_TARGETS):
         some_ys, some_targets = zip(*wanted[first : first + MAX_TARGETS], strict=True)
         if work is None:
-            add_rows(some_ys, x, tables, some_targets, slot_of_token)
+            add_rows(some_ys, x, tables, some_targets, slot_of_token, settled=settled)
         else:
             add_lora(some_ys, x, tables, some_targets, work, 1, None, deterministic)
 
@@ -94,7 +97,7 @@ def dense_lora_multi_reference(
         for y, target in zip(ys, targets, strict=True):
             if target < 0:
                 continue
-            factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], 1)
+            factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], 1, x.dtype)
             if factors is None:
                 continue
             delta = (source @ factors[0][0].t()) @ factors[1][0]  # [n, out]
@@ -137,7 +140,7 @@ def embedding_lora_reference(
 ) -> None:  # fmt: skip
     """The same in torch."""
     for slot, rows in slot_groups(slot_of_token.cpu(), tables.num_slots, 1):
-        factors = slot_factors(tables, target, slot, num_embeddings, y.shape[1], 1)
+        factors = slot_factors(tables, target, slot, num_embeddings, y.shape[1], 1, y.dtype)
         if factors is None:
             continue
         rows = rows.to(y.device)

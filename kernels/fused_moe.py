@@ -1,8 +1,9 @@
-"""The two grouped products of a mixture of experts, and the sum over a token's experts.
+"""The two grouped products of a mixture of experts.
 
 Weights are bf16 (or fp32), MXFP4 as a checkpoint has them, or MXFP4 re-arranged for Hopper
 (mxfp4_packed.py: how a GPU serves them, prefill and decode alike). Not here: the choice of experts
-(moe_gate.py), the activation between the products (gated_act.py), adapters (fused_moe_lora.py).
+(moe_gate.py), the activation between the products (gated_act.py), adapters (fused_moe_lora.py), the
+sum over a token's experts (norm.py).
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,6 @@ from kernels.mxfp4_packed import (
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 from kernels.tiling import gpu_name, moe_block_m, tiles_for
 
-SUM_BLOCK = 512
 # CPU: rows of one product. Fixed, so that no bits depend on how many rows an expert has.
 CPU_BLOCK_ROWS = 16
 
@@ -92,6 +92,15 @@ class ExpertWeights:
             self._unpacked[dtype] = dequantize_mxfp4(self.blocks, self.scales, dtype)
         return self._unpacked[dtype]
 
+    def dense_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[out, in] of one expert in `dtype`, unpacked anew at every call."""
+        if self.weight is not None:
+            return self.weight[expert].to(dtype)
+        if self.packed is not None:
+            return unpack_mxfp4(self.packed.of_expert(expert), dtype)[0]
+        assert self.blocks is not None and self.scales is not None
+        return dequantize_mxfp4(self.blocks[expert], self.scales[expert], dtype)
+
     @cached_property
     def _unpacked(self) -> dict[torch.dtype, Tensor]:
         return {}
@@ -143,34 +152,6 @@ def moe_down_reference(
     """The same in torch; works from ids."""
     y = _grouped_reference(h, experts, ids, x_div=1)  # [T·K, H]
     return y.mul_(weights.reshape(-1, 1).to(y.dtype))
-
-
-def moe_sum(y: Tensor, top_k: int) -> Tensor:
-    """Sum a token's experts, k ascending, in fp32.
-
-    Shapes:  y [T·K, H]  ->  [T, H]
-    """
-    if not use_triton(y):
-        return moe_sum_reference(y, top_k)
-    num_tokens, hidden = y.shape[0] // top_k, y.shape[1]
-    out = y.new_empty(num_tokens, hidden)  # [T, H]
-    if num_tokens:
-        _sum_kernel[(triton.cdiv(hidden, SUM_BLOCK), num_tokens)](y, out, hidden, top_k, SUM_BLOCK)
-    return out
-
-
-def moe_sum_reference(y: Tensor, top_k: int) -> Tensor:
-    """The same in torch."""
-    if top_k == 1:
-        return y.clone()
-    y = y.view(-1, top_k, y.shape[1])  # [T, K, H]
-    if y.dtype == torch.float32:
-        # One addition after the other: a reduction's order would depend on the shape.
-        total = y[:, 0] + y[:, 1]  # [T, H]
-        for k in range(2, top_k):
-            total += y[:, k]
-        return total
-    return y.sum(1, dtype=torch.float32).to(y.dtype)  # [T, H]
 
 
 def _grouped_product(
@@ -314,23 +295,15 @@ def _grouped_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & n_live[None, :])
 
 
-@triton.jit
-def _sum_kernel(y_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = col < hidden
-    acc = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(TOP_K):
-        acc += tl.load(y_ptr + (token * TOP_K + k) * hidden + col, mask=live, other=0.0)
-    tl.store(out_ptr + token * hidden + col, acc.to(out_ptr.dtype.element_ty), mask=live)
-
-
 def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: int) -> Tensor:
     """x [rows, in] -> [N, out], from ids.
 
     This is also how a CPU serves, hence three ways. Which one is taken depends on shapes alone, and
-    each multiplies matrices of fixed shapes, so no row's bits depend on other rows.
+    each multiplies matrices of fixed shapes, so no row's bits depend on other rows. A GPU's
+    reference judges and does not serve: it goes by expert.
     """
+    if x.is_cuda:
+        return _by_expert(x, experts, ids, x_div)
     weight = experts.dense(x.dtype)  # [E, out, in]
     num_experts, out, in_ = weight.shape
     num_rows, num_pairs = x.shape[0], ids.numel()
@@ -357,6 +330,25 @@ def _grouped_reference(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: in
         y = _by_blocks(x, weight, flat_ids, x_div)
     if experts.bias is not None:
         y += experts.bias.index_select(0, flat_ids)
+    return y
+
+
+def _by_expert(x: Tensor, experts: ExpertWeights, ids: Tensor, x_div: int) -> Tensor:
+    """One product for all rows of an expert: each weight is unpacked and read once a call.
+
+    Memory beside the result: one expert's weights, and its rows.
+    """
+    flat_ids = ids.flatten()  # [N]
+    order = torch.sort(flat_ids, stable=True).indices  # [N]
+    counts = torch.bincount(flat_ids, minlength=experts.num_experts).tolist()  # [E]
+    y = x.new_empty(len(order), experts.out_features)  # [N, out]
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            rows = x.index_select(0, pairs // x_div)  # [n, in]
+            product = rows @ experts.dense_expert(expert, x.dtype).t()  # [n, out]
+            if experts.bias is not None:
+                product += experts.bias[expert]
+            y.index_copy_(0, pairs, product)
     return y
 
 
@@ -440,20 +432,6 @@ def _cases(down: bool) -> Iterator[Case]:
     yield case("qwen3_16", 16, 8, 128, *shape, "dense", False)
 
 
-def _sum_cases() -> Iterator[Case]:
-    def case(name: str, tokens: int, top_k: int, hidden: int, small: bool = True) -> Case:
-        def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
-            g = torch.Generator().manual_seed(seed)
-            y = torch.randn(tokens * top_k, hidden, generator=g)  # [T·K, H]
-            return {"y": y.bfloat16().to(device, dtype), "top_k": top_k}
-
-        return Case(name, make, small)
-
-    yield case("odd", 5, 3, 77)
-    yield case("one", 1, 1, 1)
-    yield case("gpt_oss", 32, 4, 2880, small=False)
-
-
 def _aot(down: bool) -> Iterator[AotSpec]:
     pointers = ("x_ptr", "w_ptr", "scale_ptr", "bias_ptr", "y_ptr")
     numbers = ("x_stride", "w_stride", "out_features", "in_features")
@@ -483,11 +461,6 @@ def _aot(down: bool) -> Iterator[AotSpec]:
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
     yield from packed_specs(down, out)
-
-
-def _sum_aot() -> Iterator[AotSpec]:
-    signature = {"y_ptr": "*bf16", "out_ptr": "*bf16", "hidden": "i32:16"}
-    yield AotSpec("moe_sum", _sum_kernel, signature, {"TOP_K": 4, "BLOCK": SUM_BLOCK})
 
 
 def _bytes(inputs: Inputs) -> int:
@@ -527,14 +500,5 @@ OPS = (
         aot=lambda: _aot(down=True),
         bytes=_bytes,
         flops=_flops,
-    ),
-    Op(
-        name="moe_sum",
-        run=moe_sum,
-        reference=moe_sum_reference,
-        cases=_sum_cases,
-        outputs=lambda inputs, result: [result],
-        aot=_sum_aot,
-        bytes=lambda i: i["y"].nbytes + i["y"].nbytes // i["top_k"],
     ),
 )

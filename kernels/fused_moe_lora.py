@@ -34,7 +34,7 @@ GATHER_ROWS = 128
 def moe_lora(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slot_of_token: Tensor,
     work: Worklist | None, x_rows_per_pair: bool, weights: Tensor | None,
-    deterministic: bool = False, num_experts: int = 0,
+    deterministic: bool = False, num_experts: int = 0, settled: bool = False,
 ) -> None:  # fmt: skip
     """Add to each (token, expert) row the delta of the token's adapter for that expert, in place.
 
@@ -47,6 +47,8 @@ def moe_lora(
              (on a CPU: made from the slots)
     num_experts  ids from here on have no expert either; must be given without work
     weights  the router weights, for down: y has them already, the delta gets them here, once
+    settled  x, ids, slot_of_token and weights are older than the launch in front of this call
+             (which then made y): without work they are read while that one still runs (overlap.py)
     deterministic: partial sums in a fixed order; else split-K adds them as they come (fp32).
     Rows of base tokens, of pairs without an expert, and of slots without this target keep all bits.
     Needs:   x and the tables' memory of one dtype, x not quantised.
@@ -59,7 +61,10 @@ def moe_lora(
         )  # fmt: skip
         return
     if work is None:
-        add_pairs(y, x, tables, target, ids, slot_of_token, num_experts, x_rows_per_pair, weights)
+        add_pairs(
+            y, x, tables, target, ids, slot_of_token, num_experts, x_rows_per_pair, weights,
+            settled=settled,
+        )  # fmt: skip
         return
     x_div = 1 if x_rows_per_pair else ids.shape[1]
     add_lora((y,), x, tables, (target,), work, x_div, weights, deterministic)
@@ -79,26 +84,27 @@ def moe_lora_reference(
     for slot, rows in groups:
         rows = rows.to(x.device)
         expert = flat_ids.index_select(0, rows)  # [n]
-        listed = expert.tolist()
-        if min(listed) < 0:
+        least, most = _range_of(expert)
+        if least < 0:
             rows, expert = rows[expert >= 0], expert[expert >= 0]
-            listed = expert.tolist()
-        if not listed:
+        if not len(rows):
             continue
-        factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], max(listed) + 1)
+        factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], most + 1, x.dtype)
         if factors is None:
             continue
         source = x.index_select(0, rows if x_rows_per_pair else rows // top_k)  # [n, in]
-        delta = _expert_delta(source, *factors, expert, listed)  # [n, out]
+        delta = _expert_delta(source, *factors, expert)  # [n, out]
         if weights is not None:
             delta *= weights.view(-1, 1).index_select(0, rows).to(delta.dtype)
         y.index_add_(0, rows, delta)
 
 
 def slot_factors(
-    tables: LoraTables, target: int, slot: int, in_: int, out: int, num_experts: int
-) -> tuple[Tensor, Tensor] | None:
-    """Views of one slot's factors for the references, or None where it has no delta.
+    tables: LoraTables, target: int, slot: int, in_: int, out: int, num_experts: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """One slot's factors for the references (views where `dtype` is the memory's), or None where it
+    has no delta.
 
     Shapes:  A [E or 1, r, in], B [E or 1, r, out]
     """
@@ -117,13 +123,22 @@ def slot_factors(
     ):
         shape = (num_experts if stride else 1, rank, width)
         start = tables.memory.storage_offset() + off
-        views.append(tables.memory.as_strided(shape, (stride, width, 1), start))
+        views.append(tables.memory.as_strided(shape, (stride, width, 1), start).to(dtype))
     return views[0], views[1]
 
 
-def _expert_delta(x: Tensor, a: Tensor, b: Tensor, expert: Tensor, listed: list[int]) -> Tensor:
-    """Rows x [n, in] through their experts' factors -> [n, out]; expert [n], also as a list."""
-    if len(listed) <= GATHER_ROWS:
+def _range_of(expert: Tensor) -> tuple[int, int]:
+    """Least and largest of expert [n]."""
+    if len(expert) <= GATHER_ROWS:
+        listed = expert.tolist()  # faster than two reductions
+        return min(listed), max(listed)
+    least, most = torch.aminmax(expert)
+    return int(least), int(most)
+
+
+def _expert_delta(x: Tensor, a: Tensor, b: Tensor, expert: Tensor) -> Tensor:
+    """Rows x [n, in] through the factors of their experts [n] -> [n, out]."""
+    if len(expert) <= GATHER_ROWS:
         if len(a) == 1:
             z = x @ a[0].t()  # [n, r]
         else:
@@ -132,10 +147,11 @@ def _expert_delta(x: Tensor, a: Tensor, b: Tensor, expert: Tensor, listed: list[
             return z @ b[0]  # [n, out]
         return torch.bmm(z.unsqueeze(1), b.index_select(0, expert)).squeeze(1)  # [n, out]
     delta = x.new_empty(len(x), b.shape[2])  # [n, out]
-    for e in sorted(set(listed)):
-        rows = (expert == e).nonzero().flatten()  # [n of the expert]
-        z = x.index_select(0, rows) @ a[e if len(a) > 1 else 0].t()
-        delta.index_copy_(0, rows, z @ b[e if len(b) > 1 else 0])
+    order = torch.sort(expert, stable=True).indices  # [n]
+    for e, rows in enumerate(order.split(torch.bincount(expert).tolist())):
+        if len(rows):
+            z = x.index_select(0, rows) @ a[e if len(a) > 1 else 0].t()
+            delta.index_copy_(0, rows, z @ b[e if len(b) > 1 else 0])
     return delta
 
 

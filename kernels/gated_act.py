@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.overlap import can_overlap, follow
 
 KINDS = ("silu", "gpt_oss")
 GPT_OSS_LIMIT = 7.0
@@ -32,7 +34,11 @@ def gated_act(gate_up: Tensor, kind: str) -> Tensor:
     out = gate_up.new_empty(num_rows, inner)  # [N, I]
     if num_rows:
         grid = (triton.cdiv(inner, BLOCK), num_rows)
-        _gated_act_kernel[grid](gate_up, out, gate_up.stride(0), inner, kind == "gpt_oss", BLOCK)
+        overlap = can_overlap(gate_up.device)
+        _gated_act_kernel[grid](
+            gate_up, out, gate_up.stride(0), inner, kind == "gpt_oss", BLOCK, overlap,
+            **follow(overlap),
+        )  # fmt: skip
     return out
 
 
@@ -47,21 +53,33 @@ def gated_act_reference(gate_up: Tensor, kind: str) -> Tensor:
 
 
 @triton.jit
-def _gated_act_kernel(
-    gate_up_ptr, out_ptr, row_stride, inner, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = col < inner
-    gate = tl.load(gate_up_ptr + row * row_stride + col, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * row_stride + inner + col, mask=live, other=0.0).to(tl.float32)
+def activate(gate, up, GPT_OSS: tl.constexpr):
+    """The activation of fp32 gate and up."""
     if GPT_OSS:
         # A plain minimum drops NaN; a poisoned row must stay poisoned.
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-        y = (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
     else:
-        y = gate * tl.sigmoid(gate) * up
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _gated_act_kernel(
+    gate_up_ptr, out_ptr, row_stride, inner, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = col < inner
+    gate_ptrs = gate_up_ptr + row * row_stride + col
+    if OVERLAP:
+        gdc_wait()
+    gate = tl.load(gate_ptrs, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+    up = tl.load(gate_ptrs + inner, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+    y = activate(gate, up, GPT_OSS)
     tl.store(out_ptr + row * inner + col, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -88,7 +106,7 @@ def _aot() -> Iterator[AotSpec]:
         "inner": "i32:16",
     }
     for kind in KINDS:
-        constants = {"GPT_OSS": kind == "gpt_oss", "BLOCK": BLOCK}
+        constants = {"GPT_OSS": kind == "gpt_oss", "BLOCK": BLOCK, "OVERLAP": True}
         yield AotSpec(f"gated_act_{kind}", _gated_act_kernel, signature, constants)
 
 

@@ -3,15 +3,20 @@
 Each row goes by itself, cut into many small programs of few warps that read 4 to 16 KiB of a factor
 in one go; rows that share a factor meet in the L2. The shrink writes partial sums, which the expand
 adds up in a fixed order: nothing is zeroed before, nothing is atomic, and the result is the same
-every time. On GPUs that can, the expand starts while the shrink runs: it looks up its factor and
-has B and y in registers by the time it needs z (programmatic dependent launch).
-Not here: prefill, large ranks (fused_moe_lora.py, the four operations), and who calls which
-(moe_lora, dense_lora).
+every time.
+
+On GPUs that can, both run beside the product that makes y (overlap.py): the shrink reads x and A
+while that product computes, and the expand looks up its factor and has B in registers. For that x,
+slots and ids must be settled. The shrink then triggers before it waits, so two kernels may be
+unfinished when the expand starts, the product and the shrink: before its own wait the expand reads
+nothing but B, the tables and what is settled.
+Not here: prefill, large ranks (fused_moe_lora.py, the four operations), who calls which (moe_lora,
+dense_lora), and the expand that applies an activation (lora_gated_act.py).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import LoraTables
 from kernels.op import AotSpec
+from kernels.overlap import can_overlap, follow
 
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
@@ -29,17 +35,29 @@ MAX_RANK = 64
 # pairs and 32 tokens. The more rows share a factor, the more grouping them is worth its worklist.
 MAX_PAIRS = 128
 MAX_TOKENS = 64
-UNSPECIALISED = ("target_0", "target_1", "target_2", "num_rows")
+UNSPECIALISED = (
+    "target", "target_0", "target_1", "target_2", "num_rows", "per_row", "programs_0", "programs_1",
+    "n_tiles",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """block_k values of x a shrink program, block_n values of y an expand program."""
+    """A shrink program takes block_k values of x at a time, an expand program block_n of y.
+
+    programs  a launch that would have more of them lets each take several tiles: so that all are
+              on the GPU at once, and a batch without adapters costs little
+    """
 
     block_k: int
     block_n: int
     shrink_warps: int = 1
     expand_warps: int = 1
+    programs: int = 2112
+
+    def per_program(self, num_rows: int, tiles_per_row: int) -> int:
+        """Tiles of one program. The same for all row counts up to the next power of two."""
+        return triton.cdiv(triton.next_power_of_2(num_rows) * tiles_per_row, self.programs)
 
 
 def decode_tiles(num_rows: int) -> DecodeTiles:
@@ -61,90 +79,136 @@ def tokens_suffice(num_tokens: int, tables: LoraTables) -> bool:
     return num_tokens <= MAX_TOKENS and tables.max_rank <= MAX_RANK
 
 
-@lru_cache(maxsize=16)
-def can_overlap(device: torch.device) -> bool:
-    """Whether the device knows programmatic dependent launches."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def add_rows(
     ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
     slots: Tensor, tiles: DecodeTiles | None = None, overlap: bool | None = None,
+    settled: bool = False,
 ) -> None:  # fmt: skip
     """Add to each row its slot's delta, for up to three linears that share x.
 
     Shapes:  ys[i] [T, out_i], any row stride (written);  x [T, in];
              slots [T] int32, -1 = base
     tiles, overlap  for benchmarks; None = chosen here
+    settled  x and slots are older than the launch in front of this one (overlap.py)
     """
-    _launch(ys, x, tables, targets, slots, None, 1, 0, None, tiles, overlap)
+    lora = shrink(x, tables, targets, slots, None, 1, 0, tiles, overlap, settled)
+    _expand(ys, lora, None)
 
 
 def add_pairs(
     y: Tensor, x: Tensor, tables: LoraTables, target: int, ids: Tensor, slots: Tensor,
     num_experts: int, x_rows_per_pair: bool, weights: Tensor | None,
-    tiles: DecodeTiles | None = None, overlap: bool | None = None,
+    tiles: DecodeTiles | None = None, overlap: bool | None = None, settled: bool = False,
 ) -> None:  # fmt: skip
     """Add to each (token, expert) row the delta of the token's slot for that expert.
 
     Shapes:  as moe_lora
+    settled  as in add_rows; of ids and weights too
     Left out: slots outside 0..L - 1, experts outside 0..num_experts - 1.
     """
-    top_k = ids.shape[1]
-    assert num_experts > 0, "pairs need the number of experts"
-    _launch(
-        (y,), x, tables, (target,), slots, ids.contiguous(), 1 if x_rows_per_pair else top_k,
-        num_experts, weights, tiles, overlap,
-    )  # fmt: skip
+    x_div = 1 if x_rows_per_pair else ids.shape[1]
+    lora = shrink(x, tables, (target,), slots, ids, x_div, num_experts, tiles, overlap, settled)
+    _expand((y,), lora, weights)
 
 
-def _launch(
-    ys: tuple[Tensor, ...], x: Tensor, tables: LoraTables, targets: tuple[int, ...],
-    slots: Tensor, ids: Tensor | None, x_div: int, num_experts: int, weights: Tensor | None,
-    tiles: DecodeTiles | None, overlap: bool | None,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Shrunk:
+    """What a shrink leaves to its expand.
+
+    Shapes:  z [targets, splits, N, max_rank] fp32, to be summed over the splits
+    form     constexprs that both kernels have
+    """
+
+    z: Tensor
+    tables: LoraTables
+    targets: tuple[int, ...]
+    sources: tuple[Tensor, Tensor]
+    num_experts: int
+    tiles: DecodeTiles
+    form: dict[str, int]
+
+    @property
+    def num_rows(self) -> int:
+        return self.z.shape[2]
+
+
+def shrink(
+    x: Tensor, tables: LoraTables, targets: tuple[int, ...], slots: Tensor, ids: Tensor | None,
+    x_div: int, num_experts: int, tiles: DecodeTiles | None, overlap: bool | None, settled: bool,
+) -> Shrunk:  # fmt: skip
+    """Launch z = x A for up to three targets. An expand must be the very next launch.
+
+    ids None: rows of a plain linear;  x_div  rows that share a row of x
+    """
     num_rows = slots.shape[0] if ids is None else ids.numel()
-    top_k = 1 if ids is None else ids.shape[1]
     num_targets, in_, max_rank = len(targets), x.shape[1], tables.max_rank
-    assert 1 <= num_targets <= MAX_TARGETS and num_targets == len(ys), (num_targets, len(ys))
+    assert 1 <= num_targets <= MAX_TARGETS, num_targets
+    assert ids is None or num_experts > 0, "pairs need the number of experts"
     assert x.dtype == tables.memory.dtype, (x.dtype, tables.memory.dtype)
-    assert x.stride(1) == 1 and all(y.stride(1) == 1 for y in ys), "columns must lie side by side"
+    assert x.stride(1) == 1, "columns must lie side by side"
     assert max_rank <= MAX_RANK and slots.is_contiguous(), (max_rank, slots.stride())
-    if not num_rows:
-        return
     tiles = tiles or decode_tiles(num_rows)
-    if overlap is None:
-        overlap = can_overlap(x.device)
-    splits = triton.cdiv(in_, tiles.block_k)
+    overlap = can_overlap(x.device) if overlap is None else overlap
+    form, own = shrink_form(
+        num_rows, in_, num_targets, max_rank, 0 if ids is None else ids.shape[1], tiles, overlap
+    )
+    splits = form["SPLITS"]
     z = torch.empty(
         num_targets, splits, num_rows, max_rank, dtype=torch.float32, device=x.device
     )  # [targets, S, N, R]
-    three = (*targets, *(targets[:1] * (MAX_TARGETS - num_targets)))
+    sources = (slots, slots if ids is None else ids.contiguous())
+    if num_rows:
+        _shrink_kernel[(num_rows * splits, num_targets)](
+            x, z, tables.memory, tables.a_off, tables.a_stride, tables.b_off, tables.lora_rank,
+            *sources, *_three(targets), tables.num_slots, num_experts, num_rows, x.stride(0), in_,
+            max_rank, **form, **own, X_DIV=x_div, SETTLED=settled,
+            num_warps=tiles.shrink_warps, **follow(overlap),
+        )  # fmt: skip
+    return Shrunk(z, tables, targets, sources, num_experts, tiles, form)
+
+
+def shrink_form(
+    num_rows: int, in_: int, num_targets: int, max_rank: int, top_k: int, tiles: DecodeTiles,
+    overlap: bool,
+) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
+    """Constexprs of a shrink and its expand, and those of the shrink alone. top_k 0: no experts."""
+    num_k = triton.cdiv(in_, tiles.block_k)
+    k_tiles = tiles.per_program(num_rows, num_k * num_targets)
     form = {
-        "TOP_K": top_k, "BY_EXPERT": ids is not None,
-        "BLOCK_R": triton.next_power_of_2(max_rank), "SPLITS": splits, "OVERLAP": overlap,
+        "TOP_K": max(1, top_k), "BY_EXPERT": top_k > 0,
+        "BLOCK_R": triton.next_power_of_2(max_rank), "SPLITS": triton.cdiv(num_k, k_tiles),
+        "OVERLAP": overlap,
     }  # fmt: skip
-    sources = (slots, slots if ids is None else ids)
-    # Only where it is known: other backends refuse the option.
-    early = {"launch_pdl": True} if overlap else {}
-    _shrink_kernel[(num_rows * splits, num_targets)](
-        x, z, tables.memory, tables.a_off, tables.a_stride, tables.b_off, tables.lora_rank,
-        *sources, *three, tables.num_slots, num_experts, num_rows, x.stride(0), in_, max_rank,
-        **form, X_DIV=x_div, BLOCK_K=tiles.block_k, EVEN_K=in_ % tiles.block_k == 0,
-        num_warps=tiles.shrink_warps,
+    even = in_ % (tiles.block_k * k_tiles) == 0
+    return form, {"BLOCK_K": tiles.block_k, "K_TILES": k_tiles, "EVEN_K": even}
+
+
+def _expand(ys: tuple[Tensor, ...], lora: Shrunk, weights: Tensor | None) -> None:
+    """Launch ys[i] += z_i B_i, times the rows' weights if they are given."""
+    tables, tiles, num_rows = lora.tables, lora.tiles, lora.num_rows
+    assert len(ys) == len(lora.targets), (len(ys), lora.targets)
+    assert all(y.stride(1) == 1 for y in ys), "columns must lie side by side"
+    if not num_rows:
+        return
+    num_n = [triton.cdiv(y.shape[1], tiles.block_n) for y in ys]
+    n_tiles = tiles.per_program(num_rows, sum(num_n))
+    programs = tuple(triton.cdiv(n, n_tiles) for n in num_n)
+    places = _three(ys)
+    _expand_kernel[(num_rows * sum(programs),)](
+        lora.z, *places, tables.memory, tables.a_off, tables.b_off, tables.b_stride,
+        tables.lora_rank, weights if weights is not None else lora.z, *lora.sources,
+        *_three(lora.targets), tables.num_slots, lora.num_experts, num_rows,
+        *(y.stride(0) for y in places), *(y.shape[1] for y in places), sum(programs),
+        *_three(programs)[:2], n_tiles, tables.max_rank, **lora.form, NUM_TARGETS=len(ys),
+        WEIGHTED=weights is not None, BLOCK_N=tiles.block_n,
+        BLOCK_S=triton.next_power_of_2(lora.z.shape[1]),
+        num_warps=tiles.expand_warps, **follow(bool(lora.form["OVERLAP"])),
     )  # fmt: skip
-    out = max(y.shape[1] for y in ys)
-    places = (*ys, *(ys[:1] * (MAX_TARGETS - num_targets)))
-    _expand_kernel[(num_rows * triton.cdiv(out, tiles.block_n), num_targets)](
-        z, *places, tables.memory, tables.a_off, tables.b_off, tables.b_stride, tables.lora_rank,
-        weights if weights is not None else z, *sources, *three, tables.num_slots, num_experts,
-        num_rows, *(y.stride(0) for y in places), *(y.shape[1] for y in places), out, max_rank,
-        **form, NUM_TARGETS=num_targets, WEIGHTED=weights is not None, BLOCK_N=tiles.block_n,
-        BLOCK_S=triton.next_power_of_2(splits),
-        num_warps=tiles.expand_warps, **early,
-    )  # fmt: skip
+
+
+def _three(some: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same filled up to MAX_TARGETS with its first."""
+    return some + some[:1] * (MAX_TARGETS - len(some))
 
 
 @triton.jit
@@ -153,7 +217,7 @@ def _pick(index, first, second, third):
 
 
 @triton.jit
-def _source(
+def find_source(
     row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr
 ):
     """(slot, expert, whether there may be a delta) of a row."""
@@ -167,7 +231,7 @@ def _source(
 
 
 @triton.jit
-def _factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, live, max_rank):
+def find_factor(off_ptr, stride_ptr, other_ptr, rank_ptr, expert, live, max_rank):
     """(where the expert's factor starts, its rank); start < 0: nothing to add.
 
     One branch hangs on all of it, so that the four loads travel together.
@@ -188,104 +252,138 @@ def _shrink_kernel(
     slots_ptr, ids_ptr, target_0, target_1, target_2, num_slots, num_experts, num_rows,
     x_stride, in_features, max_rank,
     X_DIV: tl.constexpr, TOP_K: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, K_TILES: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
+    OVERLAP: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
+        if not SETTLED:
+            gdc_wait()
         # The expand may come as soon as all of this grid is under way.
         gdc_launch_dependents()
     part = tl.program_id(1)
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    slot, expert, live = _source(row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT)
+    slot, expert, live = find_source(
+        row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT
+    )
     at = _pick(part, target_0, target_1, target_2) * num_slots + tl.maximum(slot, 0)
-    start, rank = _factor(
+    start, rank = find_factor(
         a_off_ptr + at, a_stride_ptr + at, b_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
+        if OVERLAP:
+            gdc_wait()
         return
     r = tl.arange(0, BLOCK_R)
-    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     r_live = r < rank
     r_kept = r < max_rank  # the others get zeros: so wide stores and loads of z are possible
-    k_live = k < in_features
     a_ptr = memory_ptr + start
     z_row = (part * SPLITS + split).to(tl.int64) * num_rows
     row = row.to(tl.int64)
-    a_ptrs = a_ptr + r.to(tl.int64)[:, None] * in_features + k[None, :]
-    x_ptrs = x_ptr + row // X_DIV * x_stride + k
-    if EVEN_K:
-        a = tl.load(a_ptrs, mask=r_live[:, None], other=0.0)
-        x = tl.load(x_ptrs)
-    else:
-        a = tl.load(a_ptrs, mask=r_live[:, None] & k_live[None, :], other=0.0)
-        x = tl.load(x_ptrs, mask=k_live, other=0.0)
-    z = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    z = tl.zeros([BLOCK_R], tl.float32)
+    for tile in range(K_TILES):
+        k = (split * K_TILES + tile) * BLOCK_K + tl.arange(0, BLOCK_K)
+        k_live = k < in_features
+        a_ptrs = a_ptr + r.to(tl.int64)[:, None] * in_features + k[None, :]
+        x_ptrs = x_ptr + row // X_DIV * x_stride + k
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=r_live[:, None], other=0.0)
+            x = tl.load(x_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=r_live[:, None] & k_live[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=k_live, other=0.0)
+        z += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    if OVERLAP:
+        # As an operand z is finished by then; a plain wait gets scheduled before the sums.
+        z = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [z], tl.float32, is_pure=False, pack=1
+        )
     tl.store(z_ptr + (z_row + row) * max_rank + r, z, mask=r_kept)
+
+
+@triton.jit
+def load_shrunk(
+    z_ptr, row, part, num_rows, max_rank, live,
+    BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """A row's z [BLOCK_R], summed over the splits; zeros unless live."""
+    r = tl.arange(0, BLOCK_R)
+    s = tl.arange(0, BLOCK_S)
+    z_row = row + part * SPLITS * num_rows
+    r_kept = (r < max_rank) & live
+    z_ptrs = z_ptr + (z_row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
+    z_mask = (s < SPLITS)[:, None] & r_kept[None, :]
+    # Past the L1, which may be older than what the shrink wrote while this program ran.
+    return tl.sum(tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg"), 0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _expand_kernel(
     z_ptr, y_0_ptr, y_1_ptr, y_2_ptr, memory_ptr, a_off_ptr, b_off_ptr, b_stride_ptr, rank_ptr,
     weights_ptr, slots_ptr, ids_ptr, target_0, target_1, target_2, num_slots, num_experts,
-    num_rows, y_0_stride, y_1_stride, y_2_stride, out_0, out_1, out_2, max_out, max_rank,
+    num_rows, y_0_stride, y_1_stride, y_2_stride, out_0, out_1, out_2,
+    per_row, programs_0, programs_1, n_tiles, max_rank,
     NUM_TARGETS: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr,
     BY_EXPERT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # Up to the wait nothing may be read that the shrink writes. Everything before the shrink is
-    # over: that one is launched in the ordinary way.
-    part = tl.program_id(1)
-    num_n = tl.cdiv(max_out, BLOCK_N)
-    row = tl.program_id(0) // num_n
-    first_n = tl.program_id(0) % num_n * BLOCK_N
-    n = first_n + tl.arange(0, BLOCK_N)
-    slot, expert, live = _source(row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT)
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0) // per_row
+    place = tl.program_id(0) % per_row
+    slot, expert, live = find_source(
+        row, slots_ptr, ids_ptr, num_slots, num_experts, TOP_K, BY_EXPERT
+    )
     y_ptr, y_stride, out_features, target = y_0_ptr, y_0_stride, out_0, target_0
+    part = 0
     if NUM_TARGETS > 1:
+        part = tl.where(place < programs_0, 0, tl.where(place < programs_0 + programs_1, 1, 2))
         y_stride = _pick(part, y_0_stride, y_1_stride, y_2_stride)
         out_features = _pick(part, out_0, out_1, out_2)
         target = _pick(part, target_0, target_1, target_2)
+        place -= _pick(part, 0, programs_0, programs_0 + programs_1)
         if part == 1:
             y_ptr = y_1_ptr
         elif part == 2:
             y_ptr = y_2_ptr
-    n_live = n < out_features
-    if first_n >= out_features:
-        return
     at = target * num_slots + tl.maximum(slot, 0)
-    start, rank = _factor(
+    start, rank = find_factor(
         b_off_ptr + at, b_stride_ptr + at, a_off_ptr + at, rank_ptr + at, expert, live, max_rank
     )
     if start < 0:
+        if OVERLAP:
+            gdc_wait()
         return
+    first = place * n_tiles * BLOCK_N
+    end = tl.minimum(first + n_tiles * BLOCK_N, out_features)
+    lane = tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     r_live = r < rank
-    r_kept = r < max_rank
-    b = tl.load(
-        memory_ptr + start
-        + r.to(tl.int64)[:, None] * out_features + n[None, :],
-        mask=r_live[:, None] & n_live[None, :],
-        other=0.0,
-    )  # fmt: skip
-    s = tl.arange(0, BLOCK_S)
-    z_row = (part * SPLITS).to(tl.int64) * num_rows
+    b_rows = memory_ptr + start + r.to(tl.int64)[:, None] * out_features
+    n = first + lane
+    b = tl.load(b_rows + n[None, :], mask=r_live[:, None] & (n < end)[None, :], other=0.0)
     row = row.to(tl.int64)
-    y_ptrs = y_ptr + row * y_stride + n
-    y = tl.load(y_ptrs, mask=n_live, other=0.0)
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights_ptr + row)
-    z_ptrs = z_ptr + (z_row + row + s.to(tl.int64) * num_rows)[:, None] * max_rank + r[None, :]
-    z_mask = (s < SPLITS)[:, None] & r_kept[None, :]
     if OVERLAP:
         gdc_wait()
-    # Past the L1, which may be older than what the shrink wrote while this program ran.
-    z = tl.sum(tl.load(z_ptrs, mask=z_mask, other=0.0, cache_modifier=".cg"), 0)
-    acc = tl.sum(z[:, None] * b.to(tl.float32), 0)
-    if WEIGHTED:
-        acc *= weight
-    acc += y.to(tl.float32)
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=n_live)
+    y_row = y_ptr + row * y_stride
+    y = tl.load(y_row + n, mask=n < end, other=0.0, cache_modifier=".cg")
+    z = load_shrunk(z_ptr, row, part, num_rows, max_rank, True, BLOCK_R, SPLITS, BLOCK_S)
+    for first_n in range(first, end, BLOCK_N):
+        n = first_n + lane
+        # The next tile travels while this one is added.
+        ahead = n + BLOCK_N
+        mask = r_live[:, None] & (ahead < end)[None, :]
+        b_ahead = tl.load(b_rows + ahead[None, :], mask=mask, other=0.0)
+        y_ahead = tl.load(y_row + ahead, mask=ahead < end, other=0.0, cache_modifier=".cg")
+        acc = tl.sum(z[:, None] * b.to(tl.float32), 0)
+        if WEIGHTED:
+            acc *= weight
+        acc += y.to(tl.float32)
+        tl.store(y_row + n, acc.to(y_ptr.dtype.element_ty), mask=n < end)
+        b, y = b_ahead, y_ahead
 
 
 def aot_specs(
@@ -294,19 +392,18 @@ def aot_specs(
 ) -> Iterator[AotSpec]:  # fmt: skip
     """The two compilations that one call uses on an H200. top_k 0: a plain linear."""
     tiles = tiles or decode_tiles(num_rows)
-    form = {
-        "TOP_K": max(1, top_k), "BY_EXPERT": top_k > 0,
-        "BLOCK_R": triton.next_power_of_2(max_rank), "SPLITS": triton.cdiv(in_, tiles.block_k),
-        "OVERLAP": True,
-    }  # fmt: skip
-    shrink = {"X_DIV": x_div, "BLOCK_K": tiles.block_k, "EVEN_K": in_ % tiles.block_k == 0}
+    form, own = shrink_form(num_rows, in_, len(outs), max_rank, top_k, tiles, True)
+    own |= {"X_DIV": x_div, "SETTLED": True}
     expand = {"NUM_TARGETS": len(outs), "WEIGHTED": weighted, "BLOCK_N": tiles.block_n}
     expand["BLOCK_S"] = triton.next_power_of_2(form["SPLITS"])
-    yield _spec(f"{name}_shrink", _shrink_kernel, form | shrink, tiles.shrink_warps)
-    yield _spec(f"{name}_expand", _expand_kernel, form | expand, tiles.expand_warps)
+    yield lora_spec(f"{name}_shrink", _shrink_kernel, form | own, tiles.shrink_warps)
+    yield lora_spec(f"{name}_expand", _expand_kernel, form | expand, tiles.expand_warps)
 
 
-def _spec(name: str, fn: triton.JITFunction, constants: dict[str, object], warps: int) -> AotSpec:
+def lora_spec(
+    name: str, fn: triton.JITFunction, constants: dict[str, Any], num_warps: int
+) -> AotSpec:
+    """One compilation of a kernel here, its types told by the names of its arguments."""
     loose = dict.fromkeys(("num_slots", "num_experts", *UNSPECIALISED), "i32")
     numbers = ("rank_ptr", "slots_ptr", "ids_ptr")
     wide = dict.fromkeys(("a_off_ptr", "b_off_ptr", "a_stride_ptr", "b_stride_ptr"), "*i64")
@@ -317,4 +414,4 @@ def _spec(name: str, fn: triton.JITFunction, constants: dict[str, object], warps
         for n in fn.arg_names
         if n not in constants
     }
-    return AotSpec(name, fn, signature, constants, num_warps=warps, num_stages=1)
+    return AotSpec(name, fn, signature, constants, num_warps=num_warps, num_stages=1)

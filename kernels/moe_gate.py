@@ -59,30 +59,50 @@ def moe_gate_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
 
 
 @triton.jit
+def choose_experts(
+    logits, live, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """(which of a row's top_k each expert became, -1 = none; weights), [rows, BLOCK_E] as logits.
+
+    live  which lanes are experts of a row that exists; the others hold any logits
+    """
+    lane = tl.arange(0, BLOCK_E)[None, :]
+    x = tl.where(live, logits, float("-inf")).to(tl.float32)
+    order = tl.where(x == x, x, float("-inf"))
+    # As integers that sort like the numbers, the lower lane first: one reduction finds both. The
+    # low half of a bf16 is free for the lane. Negative zero equals zero.
+    bits = tl.where(order == 0.0, 0.0, order).to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    taken: tl.constexpr = -(2**31) if logits.dtype == tl.bfloat16 else -(2**63)
+    if logits.dtype == tl.bfloat16:
+        key = (bits & -65536) | (65535 - lane)
+    else:
+        key = (bits.to(tl.int64) << 32) | (65535 - lane)
+    key = tl.where(live, key, taken)
+    place = tl.full(logits.shape, -1, tl.int32)
+    for k in tl.static_range(TOP_K):
+        chosen = 65535 - (tl.max(key, 1, keep_dims=True) & 65535).to(tl.int32)
+        place = tl.where((lane == chosen) & live, k, place)
+        key = tl.where(lane == chosen, taken, key)
+    # Scaled to a sum of 1 over the chosen, a softmax over all is one over the chosen.
+    kept = tl.where(place >= 0, order, float("-inf")) if RENORMALIZE else x
+    best = tl.max(tl.where(kept == kept, kept, float("-inf")), 1, keep_dims=True)
+    p = tl.exp(kept - best)
+    return place, p / tl.sum(p, 1, keep_dims=True)
+
+
+@triton.jit
 def _gate_kernel(
     logits_ptr, weights_ptr, ids_ptr, row_stride, num_experts,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_E)
+    lane = tl.arange(0, BLOCK_E)[None, :]
     live = lane < num_experts
-    x = tl.load(logits_ptr + token * row_stride + lane, mask=live, other=float("-inf"))
-    x = x.to(tl.float32)
-    order = tl.where(x == x, x, float("-inf"))
-    place = tl.where(live, -1, TOP_K)  # which of the top_k an expert became; -1 = still free
-    for k in tl.static_range(TOP_K):
-        left = tl.where(place == -1, order, float("-inf"))
-        best = tl.max(left, 0)
-        # Taken experts read -inf too: only a free one may match, or rows of -inf repeat an id.
-        chosen = tl.min(tl.where((place == -1) & (left == best), lane, BLOCK_E), 0)
-        place = tl.where(lane == chosen, k, place)
-    chosen_mask = live & (place >= 0)
-    # Scaled to a sum of 1 over the chosen, a softmax over all is one over the chosen.
-    kept = tl.where(chosen_mask, order, float("-inf")) if RENORMALIZE else x
-    p = tl.exp(kept - tl.max(tl.where(kept == kept, kept, float("-inf")), 0))
-    weights = p / tl.sum(p, 0)
-    tl.store(weights_ptr + token * TOP_K + place, weights, mask=chosen_mask)
-    tl.store(ids_ptr + token * TOP_K + place, lane, mask=chosen_mask)
+    logits = tl.load(logits_ptr + token * row_stride + lane, mask=live, other=0.0)
+    place, weights = choose_experts(logits, live, TOP_K, RENORMALIZE, BLOCK_E)
+    tl.store(weights_ptr + token * TOP_K + place, weights, mask=place >= 0)
+    tl.store(ids_ptr + token * TOP_K + place, lane, mask=place >= 0)
 
 
 def segment_capacity(num_rows: int, num_groups: int, block_m: int) -> int:

@@ -21,10 +21,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import Worklist
 from kernels.mxfp4 import CODES, GROUP, SCALE_BIAS
 from kernels.op import AotSpec
+from kernels.overlap import can_overlap, follow
 from kernels.tiling import Tiles, moe_block_m, narrow_block_m, tiles_for
 
 CHUNK = 256
@@ -32,13 +34,13 @@ WORDS = CHUNK // 8
 # Scales are kept under this bias, not 127: the sum of both exponents must fit into a bf16. The
 # epilogue brings the 2^64 that is then missing.
 KEPT_BIAS = SCALE_BIAS + 62
-# Group p (or p + 4) of a word: rotate right by so much, keep these bits, join the pieces.
-PIECES = (
-    ((0, 0x81C081C0),),
-    ((26, 0x81C081C0),),
-    ((4, 0x81C081C0),),
-    ((30, 0x80C080C0), (6, 0x01000100)),
-)
+# Where a pair of codes stands in a word once it is unpacked: sign, two bits of exponent, mantissa.
+MASK = 0x81C081C0
+# Groups 0, 1, 2 (or 4, 5, 6) of a word: rotate right by so much, then mask.
+TURNS = (0, 26, 4)
+# Groups 3 and 7: (word << LEFT ^ word >> RIGHT), then mask. Three bits of four come from the left
+# shift, the exponent's upper one from the right shift; what the other shift adds, packing undoes.
+LEFT, RIGHT = 2, 6
 # Tiles that split K count their finished parts here; more are never needed where splitting pays.
 NUM_COUNTERS = 1 << 14
 
@@ -64,6 +66,11 @@ class PackedMxfp4:
     @property
     def out_features(self) -> int:
         return self.words.shape[2]
+
+    def of_expert(self, expert: int) -> "PackedMxfp4":
+        """A view of one expert, E = 1."""
+        one = slice(expert, expert + 1)
+        return PackedMxfp4(self.words[one], self.scales[one], self.counters, self.in_features)
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
@@ -91,11 +98,7 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
         bits = pattern[codes.int()]
         pairs = bits[..., 0] | (bits[..., 1] << 16)  # [chunks, 8, out, 16]
         for second in (0, 1):
-            word = torch.zeros_like(pairs[:, 0])  # [chunks, out, 16]
-            for p, pieces in enumerate(PIECES):
-                for turn, mask in pieces:
-                    word |= _rotate_right(pairs[:, 4 * second + p] & _signed(mask), 32 - turn)
-            words[e, :, :, second::2] = word
+            words[e, :, :, second::2] = _join(pairs[:, 4 * second : 4 * second + 4])
         pad = (0, chunks * 8 - scales.shape[2])
         biased = torch.nn.functional.pad(scales[e] + (KEPT_BIAS - SCALE_BIAS), pad)
         biased = biased.view(out, chunks, 8).transpose(0, 1).contiguous()  # [chunks, out, 8]
@@ -116,9 +119,10 @@ def unpack_mxfp4(packed: PackedMxfp4, dtype: torch.dtype) -> Tensor:
         groups = []
         for group in range(8):
             word = packed.words[e, :, :, group // 4 :: 2]  # [chunks, out, 16]
-            pair = torch.zeros_like(word)
-            for turn, mask in PIECES[group % 4]:
-                pair |= _rotate_right(word, turn) & _signed(mask)
+            if group % 4 < 3:
+                pair = _rotate_right(word, TURNS[group % 4]) & _signed(MASK)
+            else:
+                pair = ((word << LEFT) ^ _shift_right(word, RIGHT)) & _signed(MASK)
             halves = torch.stack([pair, pair >> 16], -1)  # [chunks, out, 16, 2]
             code = ((halves >> 12) & 8) | ((halves >> 6) & 7)
             exponent = ((packed.scales[e] >> (8 * group)) & 255).int() - KEPT_BIAS  # [chunks, out]
@@ -142,30 +146,54 @@ def packed_product(
     y = x.new_empty(num_rows, packed.out_features)  # [N, out]
     if not num_rows:
         return y
-    num_segments = work.segments.shape[0]
-    num_n = triton.cdiv(packed.out_features, tiles.block_n)
+    num_segments, out = work.segments.shape[0], packed.out_features
+    block_m = min(tiles.block_m, narrow_block_m(work.block_m, num_tokens))
+    num_m = num_segments * triton.cdiv(min(work.block_m, num_tokens), block_m)
+    num_n = triton.cdiv(out, tiles.block_n)
     split = tiles.split_k
-    assert split == 1 or num_segments * num_n <= packed.counters.numel(), (num_segments, split)
-    parts = (split, num_rows, packed.out_features)
-    partial = y.new_empty(parts, dtype=torch.float32) if split > 1 else x
-    _packed_kernel[(num_n, num_segments, split)](
+    assert split == 1 or num_m * num_n <= packed.counters.numel(), (num_m, split)
+    partial = y.new_empty(split, num_rows, out, dtype=torch.float32) if split > 1 else x
+    overlap = can_overlap(x.device)
+    limit = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
+    _packed_kernel[(num_n, num_m, split)](
         x, packed.words, packed.scales, bias if bias is not None else x, y,
         weights if weights is not None else x, work.rows, work.segments, partial, packed.counters,
-        num_segments, num_rows, x.stride(0), packed.out_features, packed.in_features,
+        num_segments, num_rows, x.stride(0), out, packed.in_features,
         X_DIV=x_div, HAS_BIAS=bias is not None, WEIGHTED=weights is not None,
-        TAIL_GROUPS=packed.in_features % CHUNK // GROUP, SPLIT_K=split,
-        BLOCK_M=narrow_block_m(work.block_m, num_tokens), BLOCK_N=tiles.block_n,
-        GROUP_M=tiles.group_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        TAIL_GROUPS=packed.in_features % CHUNK // GROUP, SPLIT_K=split, BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n, GROUP_M=tiles.group_m, EVEN_N=out % tiles.block_n == 0,
+        OVERLAP=overlap, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **limit,
+        **follow(overlap),
     )  # fmt: skip
     return y
+
+
+def _join(pairs: Tensor) -> Tensor:
+    """Pairs of a word's four groups, [chunks, 4, out, 16] int32 -> words [chunks, out, 16]."""
+    word = torch.zeros_like(pairs[:, 0])  # [chunks, out, 16]
+    for group, turn in enumerate(TURNS):
+        word |= _rotate_right(pairs[:, group], 32 - turn)
+    # From the top down: what the right shift adds to a bit is then already in its place.
+    for bit in (31, 24, 23, 22, 15, 8, 7, 6):
+        from_left = bit % 16 != 8
+        own = bit - LEFT if from_left else bit + RIGHT
+        other = bit + RIGHT if from_left else bit - LEFT
+        value = _shift_right(pairs[:, 3], bit)
+        if other < 32:
+            value = value ^ _shift_right(word, other)
+        word |= (value & 1) << own
+    return word
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Of 32-bit words kept as int32, zeros coming in."""
+    return (x >> by) & ((1 << (32 - by)) - 1) if by else x
 
 
 def _rotate_right(x: Tensor, turn: int) -> Tensor:
     """Of 32-bit words kept as int32."""
     turn %= 32
-    if not turn:
-        return x
-    return ((x >> turn) & ((1 << (32 - turn)) - 1)) | (x << (32 - turn))
+    return _shift_right(x, turn) | (x << (32 - turn)) if turn else x
 
 
 def _signed(mask: int) -> int:
@@ -174,44 +202,45 @@ def _signed(mask: int) -> int:
 
 
 def _write_unpack() -> str:
-    """PTX: words $8 and $9, each group's scale pair twice from $10 on -> bf16 pairs $0..$7."""
-    lines = ["{", ".reg .b32 a, b;"]
+    """PTX: words $8 and $9, and each pair of scales twice from $10 on -> bf16 pairs $0..$7.
+
+    A word of scales serves a group with its low half and the group after next with its high half:
+    the multiplication itself can repeat a half.
+    """
+    lines = ["{", ".reg .b32 a, b;", ".reg .b16 l, h;"]
     for group in range(8):
-        word = 8 + group // 4
-        for piece, (turn, mask) in enumerate(PIECES[group % 4]):
-            register, source = "ab"[piece], f"${word}"
-            kept = [bit for bit in range(32) if mask >> bit & 1]
-            if turn:
-                source = register
-                if all(bit + turn >= 32 for bit in kept):
-                    lines.append(f"shl.b32 {register}, ${word}, {32 - turn};")
-                elif all(bit + turn < 32 for bit in kept):
-                    lines.append(f"shr.u32 {register}, ${word}, {turn};")
-                else:
-                    lines.append(f"shf.r.wrap.b32 {register}, ${word}, ${word}, {turn};")
-            lines.append(f"and.b32 {register}, {source}, {mask:#x};")
-        if len(PIECES[group % 4]) > 1:
-            lines.append("or.b32 a, a, b;")
-        lines.append(f"mul.bf16x2 ${group}, a, ${10 + 2 * group};")
+        word, place = f"${8 + group // 4}", group % 4
+        if place == 3:
+            lines += [f"shl.b32 a, {word}, {LEFT};", f"shr.u32 b, {word}, {RIGHT};"]
+            lines.append("xor.b32 a, a, b;")
+            source = "a"
+        elif place == 0:
+            source = word
+        else:
+            turn = TURNS[place]
+            # Nothing that the mask keeps comes round the end of the word in a left turn.
+            if all(bit + turn >= 32 for bit in range(32) if MASK >> bit & 1):
+                lines.append(f"shl.b32 a, {word}, {32 - turn};")
+            else:
+                lines.append(f"shf.r.wrap.b32 a, {word}, {word}, {turn};")
+            source = "a"
+        lines.append(f"and.b32 a, {source}, {MASK:#x};")
+        lines.append(f"mov.b32 {{l, h}}, ${10 + 2 * (2 * (group // 4) + group % 2)};")
+        half = "l" if place < 2 else "h"
+        lines += [f"mov.b32 b, {{{half}, {half}}};", f"mul.bf16x2 ${group}, a, b;"]
     return "\n".join([*lines, "}"])
 
 
 _UNPACK = tl.constexpr(_write_unpack())
 # Early clobber: a result is written while operands of later groups are still to be read.
-_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 18))
+_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 10))
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
-_TURN_OF = tl.constexpr(tuple(pieces[0][0] for pieces in PIECES))
-_MASK_OF = tl.constexpr(tuple(pieces[0][1] for pieces in PIECES))
-_LAST_TURN = tl.constexpr(PIECES[3][1][0])
+_TURN_OF = tl.constexpr(TURNS)
+_MASK = tl.constexpr(MASK)
+_LEFT = tl.constexpr(LEFT)
+_RIGHT = tl.constexpr(RIGHT)
 _KEPT_BIAS = tl.constexpr(KEPT_BIAS)
 _CODE_FACTOR = tl.constexpr(2.0**126)
-_LAST_MASK = tl.constexpr(PIECES[3][1][1])
-
-
-@triton.jit
-def _scale_pair(scales, GROUP_OF_WORD: tl.constexpr):
-    """A scale's bf16 in both halves of a word."""
-    return (((scales >> (8 * GROUP_OF_WORD)) & 255) * 0x00800080)[:, None]
 
 
 @triton.jit
@@ -221,12 +250,13 @@ def _unpack_bf16(words, scales):
     The assembly takes two neighbouring words at a time: it relies on a thread that holds word 2t to
     hold 2t + 1 next, as every layout of a bf16 operand does (pairs are its unit).
     """
-    low = scales.to(tl.int32)
-    high = (scales >> 32).to(tl.int32)
+    low = scales.to(tl.int32)[:, None]
+    high = (scales >> 32).to(tl.int32)[:, None]
+    # Two scales as bf16 in a word: of groups 0 and 2, 1 and 3, 4 and 6, 5 and 7.
     return tl.inline_asm_elementwise(
         _UNPACK, _OPERANDS,
-        [words, _scale_pair(low, 0), _scale_pair(low, 1), _scale_pair(low, 2), _scale_pair(low, 3),
-         _scale_pair(high, 0), _scale_pair(high, 1), _scale_pair(high, 2), _scale_pair(high, 3)],
+        [words, (low & 0x00FF00FF) << 7, (low >> 1) & 0x7F807F80,
+         (high & 0x00FF00FF) << 7, (high >> 1) & 0x7F807F80],
         dtype=_EIGHT_BF16, is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -236,11 +266,13 @@ def _unpack_group(word, scales, GROUP_IDX: tl.constexpr, DTYPE: tl.constexpr):
     """One group in plain arithmetic, [N, 16] words -> [N, 32]: other dtypes, the interpreter."""
     P: tl.constexpr = GROUP_IDX % 4
     bits = word.to(tl.uint32, bitcast=True)
-    TURN: tl.constexpr = _TURN_OF[P]
-    turned = (bits >> TURN) | (bits << (32 - TURN)) if TURN else bits
-    pair = turned & _MASK_OF[P]
-    if P == 3:
-        pair |= (bits >> _LAST_TURN) & _LAST_MASK
+    if P == 0:
+        turned = bits
+    elif P == 3:
+        turned = (bits << _LEFT) ^ (bits >> _RIGHT)
+    else:
+        turned = (bits >> _TURN_OF[P]) | (bits << (32 - _TURN_OF[P]))
+    pair = turned & _MASK
     low = (pair << 16).to(tl.float32, bitcast=True)
     high = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
     value = tl.reshape(tl.join(low, high), [low.shape[0], 32]) * _CODE_FACTOR
@@ -274,30 +306,34 @@ def _packed_kernel(
     counters_ptr, num_segments, num_rows, x_stride, out_features, in_features,
     X_DIV: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, TAIL_GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    pid_n, segment = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()  # not before: LoRA behind reads x and ids early
+    pid_n, pid_m = tl.program_id(0), tl.program_id(1)
     num_n = tl.num_programs(0)
     if GROUP_M > 1:
         # GROUP_M neighbouring segments (often one expert's) share a tile of weights in L2.
-        pid = segment * num_n + pid_n
+        num_m = tl.num_programs(1)
+        pid = pid_m * num_n + pid_n
         group = pid // (GROUP_M * num_n)
-        height = tl.minimum(num_segments - group * GROUP_M, GROUP_M)
+        height = tl.minimum(num_m - group * GROUP_M, GROUP_M)
         in_group = pid - group * GROUP_M * num_n
-        segment = group * GROUP_M + in_group % height
+        pid_m = group * GROUP_M + in_group % height
         pid_n = in_group // height
-    count = tl.load(segments_ptr + segment * 4 + 3)
-    if count == 0:
+    # Later parts of all segments come last: few have any row, and those find the weights in L2.
+    segment = pid_m % num_segments
+    part = pid_m // num_segments * BLOCK_M
+    count = tl.load(segments_ptr + segment * 4 + 3) - part
+    if count <= 0:
         return
     expert = tl.load(segments_ptr + segment * 4 + 1).to(tl.int64)
-    first = tl.load(segments_ptr + segment * 4 + 2)
-    m = tl.arange(0, BLOCK_M)
-    live = m < count
-    row = tl.load(rows_ptr + first + tl.where(live, m, 0)).to(tl.int64)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n_live = n < out_features
-    # Rows of weights past the end read one that exists; their result is not stored.
-    n_read = tl.where(n_live, n, out_features - 1)
-    k = tl.arange(0, 32)
+    # Rows of weights past the end read one that exists; their result is not stored. Without a
+    # choice the compiler sees that a thread's rows stand at fixed distances.
+    n_read = n if EVEN_N else tl.where(n_live, n, out_features - 1)
     num_chunks = tl.cdiv(in_features, 256)
     chunk, end = 0, num_chunks
     if SPLIT_K > 1:
@@ -305,9 +341,14 @@ def _packed_kernel(
         chunk = tl.program_id(2) * per_split
         end = tl.minimum(chunk + per_split, num_chunks)
     tile = (expert * num_chunks + chunk) * out_features
-    x_ptrs = x_ptr + (row // X_DIV)[None, :] * x_stride + chunk * 256 + k[:, None]
+    first = tl.load(segments_ptr + segment * 4 + 2) + part
+    m = tl.arange(0, BLOCK_M)
+    live = m < count
+    row = tl.load(rows_ptr + first + tl.where(live, m, 0)).to(tl.int64)
+    k = tl.arange(0, 32)
     w_ptrs = w_ptr + (tile + n_read)[:, None] * 32 + k[None, :]
     s_ptrs = scale_ptr + tile + n_read
+    x_ptrs = x_ptr + (row // X_DIV)[None, :] * x_stride + chunk * 256 + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for c in range(chunk, end):
         words = tl.load(w_ptrs)
@@ -345,7 +386,7 @@ def _packed_kernel(
         tl.store(part_ptrs + tl.program_id(2) * part_size, acc, mask=stored)
         # All threads' parts must be written before one thread tells so.
         tl.debug_barrier()
-        counter = counters_ptr + segment * num_n + pid_n
+        counter = counters_ptr + pid_m * num_n + pid_n
         if tl.atomic_add(counter, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -379,10 +420,12 @@ def packed_specs(down: bool, out: int) -> Iterator[AotSpec]:
         constants = {
             "X_DIV": 1 if down else 4, "HAS_BIAS": True, "WEIGHTED": down, "TAIL_GROUPS": 2,
             "SPLIT_K": tiles.split_k, "BLOCK_N": tiles.block_n, "GROUP_M": tiles.group_m,
-            "BLOCK_M": narrow_block_m(moe_block_m(tokens, 4, 32), tokens),
+            "BLOCK_M": min(tiles.block_m, narrow_block_m(moe_block_m(tokens, 4, 32), tokens)),
+            "EVEN_N": out % tiles.block_n == 0, "OVERLAP": True,
         }  # fmt: skip
         yield AotSpec(
             f"moe_{'down' if down else 'gate_up'}_packed_{tokens}", _packed_kernel,
             signature | {"partial_ptr": "*fp32" if tiles.split_k > 1 else "*bf16"}, constants,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            max_registers=tiles.max_registers,
         )  # fmt: skip

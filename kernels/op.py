@@ -34,7 +34,8 @@ class AotSpec:
 
     signature  argument name -> Triton type ("*bf16", "i32", ...), constexprs left out;  constexprs
                name -> value
-    max_spills  bytes of spilled registers that are known and accepted
+    max_registers  of a thread, 0 = as the compiler likes;  max_spills  bytes of spilled registers
+                   that are known and accepted
     """
 
     name: str
@@ -43,6 +44,7 @@ class AotSpec:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int = 0
     max_spills: int = 0
 
 
@@ -88,9 +90,16 @@ _reference_only = False
 
 def use_reference_kernels(on: bool) -> None:
     """Make every op of this process use its torch reference, also on a GPU: to judge the kernels
-    by."""
+    by. Their fp32 products are then true fp32 ones, without TF32."""
     global _reference_only
     _reference_only = on
+    if on:
+        torch.set_float32_matmul_precision("highest")
+
+
+def references_only() -> bool:
+    """Whether `use_reference_kernels` is on."""
+    return _reference_only
 
 
 def use_triton(x: Tensor) -> bool:

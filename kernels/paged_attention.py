@@ -2,7 +2,7 @@
 
 This file: the contract, the torch form that is the truth and serves on a CPU, the cases.
 Not here: the Triton kernels (paged_attention_triton.py: one file would be too long), writing the
-cache (kv_write.py), the latent form (mla_attention.py).
+cache (rope_kv.py), the latent form (mla_attention.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     max_q: int,
     max_len: int,
+    settled: bool = False,
 ) -> Tensor:
     """Causal attention of each row's newest tokens over that row's pages.
 
@@ -53,6 +54,7 @@ def paged_attention(
     sinks    one more logit per head in the softmax's denominator (GPT-OSS).
     max_q, max_len  upper bounds of a row's queries and keys: host integers, for the launch alone.
              Under a captured graph max_len is the model's longest sequence; work follows seq_lens.
+    settled  no kernel still running writes seq_lens and cu_q (overlap.py)
     Padding: a row without queries or keys, and a token of no row, give zeros.
     Isolation: places past a row's end or before its window are not read, or read as zero: the pages
              of others may hold NaN.
@@ -92,7 +94,7 @@ def paged_attention(
         args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window)
         if max_q > 1:
             prefill(*args)
-        decode(*args, max_len)
+        decode(*args, max_len, settled)
     return out
 
 
@@ -109,6 +111,7 @@ def paged_attention_reference(
     sinks: Tensor | None = None,
     max_q: int,
     max_len: int,
+    settled: bool = False,
 ) -> Tensor:
     """`paged_attention` in torch: rows of one query all at once, longer ones one by one.
 
@@ -116,7 +119,7 @@ def paged_attention_reference(
     longest among them with keys of weight zero, at the end, so the products may be blocked
     differently: differences of about 1e-7 of the values, in fp32, remain possible.
     """
-    del max_q, max_len  # launch sizes: here the rows themselves are at hand
+    del max_q, max_len, settled  # launch sizes: here the rows themselves are at hand
     bounds, lens = cu_q.tolist(), seq_lens.tolist()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # [T, Q, D]
     single: list[int] = []
@@ -425,6 +428,8 @@ def _aot() -> Iterable[AotSpec]:
                     "BLOCK_H": 16,
                     "BLOCK_N": DECODE_N,
                     "MIN_BLOCKS": MIN_BLOCKS,
+                    "SETTLED": True,
+                    "OVERLAP": True,
                 },
                 num_stages=STAGES,
             )
@@ -445,6 +450,8 @@ def _aot() -> Iterable[AotSpec]:
                 "BLOCK_N": DECODE_N,
                 "MIN_BLOCKS": MIN_BLOCKS,
                 "MAX_SPLITS": MAX_SPLITS,
+                "SETTLED": True,
+                "OVERLAP": True,
             },
         )
         block_m, block_n = prefill_tile(heads, wide=False)

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.op import interpreting
+from kernels.overlap import can_overlap, follow
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Keys of one block of decode; a split takes at least two blocks, so that its partial result (one
@@ -60,8 +62,10 @@ def decode(
     scale: float,
     window: int,
     max_len: int,
+    settled: bool,
 ) -> None:
     """Rows of exactly one query: keys in splits, then one combining launch if there are several."""
+    overlap = can_overlap(q.device)
     num_tokens, num_q, dim = q.shape
     num_rows, num_kv = seq_lens.shape[0], k_cache.shape[2]
     span = min(max_len, window) if window else max_len
@@ -105,9 +109,12 @@ def decode(
         BLOCK_N=DECODE_N,
         BLOCK_D=block_d,
         MIN_BLOCKS=MIN_BLOCKS,
+        SETTLED=settled,
+        OVERLAP=overlap,
         UPCAST=interpreting(),
         num_warps=4,
         num_stages=STAGES if q.element_size() == 2 else 1,
+        **follow(overlap),
     )
     if num_splits > 1:
         combine_kernel[(num_q, num_rows)](
@@ -126,7 +133,10 @@ def decode(
             BLOCK_D=block_d,
             MIN_BLOCKS=MIN_BLOCKS,
             MAX_SPLITS=MAX_SPLITS,
+            SETTLED=settled,
+            OVERLAP=overlap,
             num_warps=4,
+            **follow(overlap),
         )
 
 
@@ -275,8 +285,14 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    SETTLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        if not SETTLED:
+            gdc_wait()
     split = tl.program_id(0)
     g = tl.program_id(1)
     row = tl.program_id(2)
@@ -290,9 +306,12 @@ def decode_kernel(
     token = tl.load(cu_q + row)
     num_queries = tl.load(cu_q + row + 1) - token
     seq_len = tl.load(seq_lens + row)
+    num_owned = tl.load(cu_q + num_rows)
+    if OVERLAP:
+        gdc_wait()
     if split == 0:
         # Tokens of no row lie at the end; the rows share them out.
-        for spare in range(tl.load(cu_q + num_rows) + row, num_tokens, num_rows):
+        for spare in range(num_owned + row, num_tokens, num_rows):
             tl.store(out + tl.cast(spare, tl.int64) * (Q * D) + tile, zero.to(dtype), mask=live)
         if (num_queries == 1) & (seq_len <= 0):
             tl.store(out + token.to(tl.int64) * (Q * D) + tile, zero.to(dtype), mask=live)
@@ -307,7 +326,8 @@ def decode_kernel(
     if begin >= seq_len:
         return  # a short row uses only its first splits; the combining kernel knows how many
     end = tl.minimum(seq_len, begin + size)
-    queries = tl.load(q + token.to(tl.int64) * q_stride + tile, mask=live, other=0.0)
+    place = q + token.to(tl.int64) * q_stride + tile
+    queries = tl.load(place, mask=live, other=0.0, cache_modifier=".cg")
     acc = zero
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros([BLOCK_H], tl.float32)  # [BLOCK_H]
@@ -350,20 +370,30 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SETTLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        if not SETTLED:
+            gdc_wait()
     head = tl.program_id(0)
     row = tl.program_id(1)
     token = tl.load(cu_q + row)
+    num_queries = tl.load(cu_q + row + 1) - token
     num_keys = tl.load(seq_lens + row)
     if WINDOW > 0:
         num_keys = tl.minimum(num_keys, WINDOW)
-    if (tl.load(cu_q + row + 1) - token != 1) | (num_keys <= 0):
+    if OVERLAP:
+        gdc_wait()
+    if (num_queries != 1) | (num_keys <= 0):
         return
     size = _blocks_per_split(num_keys, num_splits, BLOCK_N, MIN_BLOCKS) * BLOCK_N
     split = tl.arange(0, MAX_SPLITS)  # [MAX_SPLITS]
     used = split < tl.cdiv(num_keys, size)  # the others were never written
     first = (row.to(tl.int64) * Q + head) * num_splits
-    share = tl.load(lse + first + split, mask=used, other=float("-inf"))  # [MAX_SPLITS]
+    shares = lse + first + split
+    share = tl.load(shares, mask=used, other=float("-inf"), cache_modifier=".cg")  # [MAX_SPLITS]
     top = tl.max(share, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
@@ -377,6 +407,7 @@ def combine_kernel(
         parts + (first + split)[:, None] * D + dim[None, :],
         mask=used[:, None] & (dim < D)[None, :],
         other=0.0,
+        cache_modifier=".cg",
     )  # [MAX_SPLITS, BLOCK_D]
     value = tl.sum(part * share[:, None], 0) / total  # [BLOCK_D]
     place = out + (token.to(tl.int64) * Q + head) * D + dim

@@ -17,7 +17,10 @@ import torch
 
 FOLDER = Path(__file__).parent / "tiles"
 KEYS = ("rows", "out", "in")
-OPS = ("moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_shrink", "lora_expand")
+OPS = (
+    "moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_shrink", "lora_expand", "linear_dot",
+    "linear_sum",
+)  # fmt: skip
 BLOCK_MS = (16, 32, 64, 128)
 # What a block may use on the smallest chip that we compile for (sm_90: 227 KiB).
 SHARED_BYTES = 227 * 1024
@@ -25,7 +28,12 @@ SHARED_BYTES = 227 * 1024
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch's sizes. split_k and group_m are 1 where the op has no use for them."""
+    """One launch's sizes. split_k and group_m are 1 where the op has no use for them.
+
+    block_m        rows of a tile at most: only the packed product makes them fewer than the
+                   worklist's
+    max_registers  of a thread; 0 leaves it to the compiler
+    """
 
     block_n: int = 64
     block_k: int = 64
@@ -33,9 +41,11 @@ class Tiles:
     group_m: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    block_m: int = 128
+    max_registers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_n", "block_k", "num_warps"):
+        for name in ("block_m", "block_n", "block_k", "num_warps"):
             value = getattr(self, name)
             if type(value) is not int or value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, not {value!r}")
@@ -43,6 +53,8 @@ class Tiles:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= top:
                 raise ValueError(f"{name} must be in 1..{top}, not {value!r}")
+        if self.max_registers and self.max_registers not in range(64, 256, 8):
+            raise ValueError(f"max_registers: 0 or 64..248 in eights, not {self.max_registers!r}")
         if self.block_k < 32:
             raise ValueError(f"block_k must be at least 32, not {self.block_k}")
 
@@ -57,18 +69,18 @@ def moe_block_m(num_tokens: int, top_k: int, num_experts: int) -> int:
     Near the mean rows an expert gets. Depends on the padded batch size and the model alone, never
     on adapters.
     """
-    mean = _power_of_two(num_tokens * top_k) / max(1, num_experts)
+    mean = power_of_two(num_tokens * top_k) / max(1, num_experts)
     return next((m for m in BLOCK_MS[:-1] if mean <= m), BLOCK_MS[-1])
 
 
 def narrow_block_m(block_m: int, num_tokens: int) -> int:
     """The rows of block_m that a tile can fill: an expert has no more than there are tokens."""
-    return min(block_m, max(8, _power_of_two(num_tokens)))
+    return min(block_m, max(8, power_of_two(num_tokens)))
 
 
 def slot_block_m(num_tokens: int) -> int:
     """Rows of one tile for LoRA on plain linears: in a prefill one adapter has many."""
-    return 16 if _power_of_two(num_tokens) <= 256 else 64
+    return 16 if power_of_two(num_tokens) <= 256 else 64
 
 
 def tiles_for(op: str, shape: Mapping[str, int], gpu: str) -> Tiles:
@@ -79,10 +91,10 @@ def tiles_for(op: str, shape: Mapping[str, int], gpu: str) -> Tiles:
     two; of equals the first in the file.
     Errors:  KeyError for an op that the file does not know.
     """
-    return _nearest(op, _power_of_two(shape["rows"]), shape["out"], shape["in"], gpu)
+    return _nearest(op, power_of_two(shape["rows"]), shape["out"], shape["in"], gpu)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The next one from n up."""
     return 1 << max(0, n - 1).bit_length()
 

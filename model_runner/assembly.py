@@ -15,6 +15,7 @@ from adapter_store.host_cache import HostCache
 from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
 from kernels.lora_tables import LoraTables
+from kernels.op import references_only
 from model_runner.config import EngineConfig
 from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
 from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
@@ -56,14 +57,15 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     on_cpu = device.type == "cpu"
     family, model_config = read_model_config(Path(config.model))
     dtype = DTYPES[config.dtype or ("float32" if on_cpu else model_config.dtype)]
+    weight_dtype = DTYPES[config.weight_dtype] if config.weight_dtype else dtype
     max_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     with torch.inference_mode():
-        model = family(model_config, _open_reader(config, device, dtype), max_len)
+        model = family(model_config, _open_reader(config, device, weight_dtype), max_len)
     arena = AdapterArena(
         model.lora_targets,
         max(1, config.max_loras),
         config.lora_bytes or (CPU_ARENA_BYTES if on_cpu else GPU_ARENA_BYTES),
-        dtype,
+        weight_dtype,
         device,
         config.max_lora_rank,
         watched=model.seldom_targets,
@@ -86,8 +88,9 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
         device=device,
         page_tokens=config.page_tokens,
         max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
         max_len=max_len,
-        use_graphs=config.cuda_graphs and not on_cpu,
+        use_graphs=config.cuda_graphs and not on_cpu and not references_only(),
         deterministic=config.deterministic,
         seldom_slots=arena.watched_slots,
     )

@@ -13,6 +13,8 @@ class EngineConfig:
                      config.json is read
     device           "cpu", "cuda", "cuda:0", "" = a GPU if there is one
     dtype            "bfloat16", "float32", "" = the checkpoint's on a GPU, float32 on a CPU
+    weight_dtype     what the model's and the adapters' weights are kept in, "" = dtype. Another one
+                     is for the reference kernels alone, which widen weights at each use
     max_num_seqs     sequences in one step, at most;  max_step_tokens  tokens in one step (a longer
                      prompt is chunked)
     max_model_len    prompt and output together; 0 = what the model allows and memory holds
@@ -25,7 +27,7 @@ class EngineConfig:
     host_cache_dir   folder of packed adapters ("" = a private one in /dev/shm);  host_cache_bytes
                      its budget
     adapter_load_threads  adapters fetched side by side
-    cuda_graphs      whole-step graphs for decode, by padded batch size
+    cuda_graphs      whole-step graphs, by padded batch size
     look_ahead       launch step n+1 before the tokens of step n are read; None = on a GPU
     deterministic    bit-equal results for equal batches (no split-K with atomics)
     seed             where seeds of requests without one come from; None = from the operating system
@@ -35,6 +37,7 @@ class EngineConfig:
     load_format: str = "safetensors"
     device: str = ""
     dtype: str = ""
+    weight_dtype: str = ""
     max_num_seqs: int = 32
     max_step_tokens: int = 2048
     max_model_len: int = 0
@@ -71,10 +74,11 @@ class EngineConfig:
             self.max_step_tokens >= self.max_num_seqs,
             "max_step_tokens must be at least max_num_seqs",
         )
-        _require(
-            self.dtype in ("", "bfloat16", "float32"),
-            f"dtype must be bfloat16 or float32, not {self.dtype!r}",
-        )
+        for name in ("dtype", "weight_dtype"):
+            _require(
+                getattr(self, name) in ("", "bfloat16", "float32"),
+                f"{name} must be bfloat16 or float32, not {getattr(self, name)!r}",
+            )
         kind, _, seed = self.load_format.partition(":")
         _require(
             self.load_format == "safetensors" or (kind == "random" and seed.isdigit()),

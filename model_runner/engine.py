@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from adapter_store.errors import AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
-from kernels.op import compiled_kernels
+from kernels.op import compiled_kernels, references_only
 from model_runner.assembly import assemble
 from model_runner.config import EngineConfig
 from model_runner.execution.runner import PendingStep, ScoreSink
@@ -399,7 +399,7 @@ class Engine:
     def _warm_up_prefill(self) -> None:
         """On a GPU, run prompts of every size class once, so that no request waits for a
         compiler."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or references_only():
             return
         most = min(self.config.max_step_tokens, self.max_len - 1)
         # Tile sizes follow the row count rounded up to a power of two: one prompt of each is

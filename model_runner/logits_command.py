@@ -10,6 +10,7 @@ OUT/<id>.error.txt says why a job was refused.
 """
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,8 +24,15 @@ from torch import Tensor
 
 from adapter_store.ref import AdapterRef
 from kernels.op import use_reference_kernels
+from model_runner.assembly import read_model_config
 from model_runner.command_line import add_engine_options, read_adapters, read_config
+from model_runner.config import EngineConfig
 from model_runner.engine import Engine
+from model_runner.execution.kv_cache import page_bytes, plan_kv
+
+# Tokens of one step of the reference on a GPU. It unpacks each expert once a step, and 16,384
+# tokens of four experts each keep some 8 GB of activations.
+REFERENCE_STEP_TOKENS = 16384
 
 
 @dataclass
@@ -87,18 +95,8 @@ def run(args: argparse.Namespace) -> int:
     jobs = list(_read_jobs(args, out))
     for model in dict.fromkeys(job.model for job in jobs):
         mine = [job for job in jobs if job.model == model]
-        loras = max(1, min(args.batch, len({job.adapter for job in mine if job.adapter})))
         try:
-            config = read_config(
-                args,
-                model,
-                max_loras=loras,
-                max_num_seqs=args.batch,
-                prefix_cache=False,
-                cuda_graphs=False,
-                max_lora_rank=256,
-            )
-            engine = Engine(config)
+            engine = Engine(plan_scoring(args, model, mine))
         except (ValueError, OSError) as error:
             for job in mine:
                 _refuse(out, job.name, f"{type(error).__name__}: {error}")
@@ -111,6 +109,41 @@ def run(args: argparse.Namespace) -> int:
         finally:
             engine.close()
     return 0
+
+
+def plan_scoring(args: argparse.Namespace, model: str, jobs: list[Job]) -> EngineConfig:
+    """The settings under which these jobs are scored.
+
+    References on a GPU compute in fp32 from weights as they are served; long steps, and pages for
+    the jobs alone, leave them the memory that this takes.
+    Errors: ValueError (config, model).
+    """
+    fields: dict[str, Any] = {
+        "max_loras": max(1, min(args.batch, len({job.adapter for job in jobs if job.adapter}))),
+        "max_num_seqs": args.batch,
+        "prefix_cache": False,
+        "cuda_graphs": False,
+        "max_lora_rank": 256,
+    }
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.kernels != "reference" or device == "cpu":
+        return read_config(args, model, **fields)
+    _, shape = read_model_config(Path(model))
+    kept = "float32" if shape.dtype == "float32" else "bfloat16"
+    fields |= {
+        "dtype": "float32",
+        "weight_dtype": kept,
+        "max_step_tokens": max(REFERENCE_STEP_TOKENS, args.batch),
+    }
+    config = read_config(args, model, **fields)
+    if config.kv_bytes:
+        return config
+    layout = plan_kv(shape)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    longest = max(len(job.input_ids) for job in jobs) + 1
+    pages = len(layout.groups) * config.max_num_seqs * (longest // config.page_tokens + 2)
+    kv_bytes = pages * page_bytes(shape, layout, config.page_tokens, dtype)
+    return dataclasses.replace(config, kv_bytes=kv_bytes)
 
 
 def _end(out: Path, jobs: list[Job], number: int, why: str) -> None:

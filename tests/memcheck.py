@@ -28,10 +28,10 @@ from torch import Tensor
 
 import adapter_store.arena
 from adapter_store.ref import AdapterRef
-from kernels.kv_write import kv_write
 from kernels.lora_tables import LoraTables
 from kernels.op import Case, Op, compiled_kernels
 from kernels.registry import OPS
+from kernels.rope_kv import rope_kv_write
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.request import FinishReason, Request, SamplingParams
@@ -122,19 +122,23 @@ def run_engine(device: str) -> None:
         engine.close()
 
 
-def run_inside(device: str) -> None:
-    """What runs under the sanitizer."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    begin, left_out, count = time.monotonic(), 0, 0
-    compiled = compiled_kernels()
+def cases() -> Iterator[tuple[Op, Case]]:
+    """The first case of each op, then the second of each, and so on."""
     # The long worklists too: short ones are sorted by another kernel.
     by_op = [
         [(op, case) for case in op.cases() if case.small or op.name == "build_worklist"]
         for op in OPS.values()
     ]
-    # The first case of each op, then the second of each.
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_op))
-    for op, case in (pair for pair in turns if pair is not None):
+    return (pair for pair in turns if pair is not None)
+
+
+def run_inside(device: str) -> None:
+    """What runs under the sanitizer."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    begin, left_out, count = time.monotonic(), 0, 0
+    compiled = compiled_kernels()
+    for op, case in cases():
         if time.monotonic() - begin > BUDGET_S:
             left_out += 1
             continue
@@ -157,7 +161,9 @@ def run_planted() -> None:
     """A key written one place past the end of its cache."""
     cache = torch.zeros(2, 16, 1, 16, device="cuda")  # [P, C, G, D]
     k = torch.ones(1, 1, 16, device="cuda")  # [T, G, D]
-    kv_write(k, k, cache, cache.clone(), torch.tensor([32], device="cuda"))
+    first, place = torch.tensor([[0], [32]], device="cuda")  # [T] each
+    cos_sin = torch.ones(1, 16, device="cuda")  # [1, D]
+    rope_kv_write(k.clone(), k, k, cos_sin, first, cache, cache.clone(), place)
     torch.cuda.synchronize()
     print(DONE, flush=True)
 

@@ -5,13 +5,26 @@ import subprocess
 import pytest
 import torch
 
+import kernels.paged_attention_triton
 import tests.memcheck as memcheck
-from tests.memcheck import BAND, DONE, Bands, judge, run_inside
+from kernels.registry import OPS
+from tests.kernels.launches import all_kernels, full_name, recording
+from tests.memcheck import BAND, DONE, Bands, cases, judge, run_inside
 
 
 def test_the_cases_and_the_engine_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     run_inside("cpu")
     assert DONE in capsys.readouterr().out
+
+
+def test_the_cases_launch_every_kernel_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the list that a run asks for names them all."""
+    monkeypatch.setattr(kernels.paged_attention_triton, "_num_sms", lambda index: 132)
+    assert {full_name(spec.fn) for op in OPS.values() for spec in op.aot()} == all_kernels()
+    with recording(overlap=True) as told:
+        for op, case in cases():
+            op.run(**case.make("cpu", torch.bfloat16, 0))
+    assert {launch.kernel for launch in told} == all_kernels()
 
 
 @pytest.mark.parametrize("place", [-1, 10])

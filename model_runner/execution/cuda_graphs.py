@@ -1,13 +1,15 @@
-"""Whole-step CUDA graphs for decode, two for each padded batch size (with LoRA on every target, and
-without the seldom ones).
+"""Whole-step CUDA graphs, by padded size: decode steps (two each: with LoRA on every target, and
+without the seldom ones) and steps with prompt chunks.
 
-Mixed steps run eagerly. A graph reads one static device copy of a `HostBuffer`: replaying is one
-copy and one launch.
+A graph reads one static device copy of a `HostBuffer`: replaying is one copy and one launch,
+instead of some thirty launches a layer from Python, which take longer than a prompt does on the
+device. Not for steps whose every logit is wanted: those run eagerly.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +19,33 @@ from model_runner.execution.inputs import HostBuffer
 StepFn = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
 
 
-def padded_sizes(most: int) -> tuple[int, ...]:
+class GraphKey(NamedTuple):
+    """Which graph. is_decode: one token a row, `size` rows; else `size` tokens. seldom: it adds the
+    LoRA of seldom targets."""
+
+    is_decode: bool
+    size: int
+    seldom: bool
+
+
+def decode_sizes(most: int) -> tuple[int, ...]:
     """Batch sizes to capture: powers of two to 8, then multiples of 8, so that padding wastes
     little."""
     sizes = [s for s in (1, 2, 4, 8, *range(16, 65, 8), *range(80, most + 16, 16)) if s < most]
     return (*sizes, most)
+
+
+def mixed_sizes(most: int) -> tuple[int, ...]:
+    """Token counts of steps with prompt chunks: steps of 64 to 256, of 128 to 2048, then of
+    512."""
+    sizes = (*range(64, 256, 64), *range(256, 2048, 128), *range(2048, most, 512))
+    return (*(s for s in sizes if s < most), most)
+
+
+def fit(sizes: tuple[int, ...], number: int) -> int:
+    """The smallest size that holds `number`, 0 if none does."""
+    at = bisect_left(sizes, number)
+    return sizes[at] if at < len(sizes) else 0
 
 
 @dataclass(frozen=True)
@@ -32,47 +56,44 @@ class _Captured:
     tokens: Tensor
 
 
-class DecodeGraphs:
-    """Captured decode steps by padded size. All share one memory pool: only one runs at a time."""
+class StepGraphs:
+    """Captured steps. All share one memory pool: only one runs at a time."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+    def __init__(self) -> None:
+        self._captured: dict[GraphKey, _Captured] = {}
         self._pool: Any = None
+        self._logits: Tensor | None = None  # of all steps with prompt chunks
 
-    def fit(self, rows: int) -> int | None:
-        """The smallest captured size that holds `rows`, or None."""
-        return next((s for s in self.sizes if s >= rows and (s, True) in self._captured), None)
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._captured
 
-    def capture(self, size: int, buffer: HostBuffer, step: StepFn, seldom: bool = True) -> None:
-        """Run `step` eagerly until its kernels are compiled, then capture it.
-
-        seldom  it adds the LoRA of seldom targets
-        """
-        for name, view in buffer.view.items():
-            view[...] = -1 if name.startswith(("slot_of_token", "sources", "write_idx")) else 0
-        buffer.view["seq_lens"][:] = 1
-        buffer.view["cu_q"][:] = range(buffer.shape.rows + 1)
-        buffer.view["logit_rows"][:] = range(buffer.shape.rows)
+    def capture(self, key: GraphKey, buffer: HostBuffer, step: StepFn) -> None:
+        """Run `step` on a buffer of dummies until its kernels are compiled, then capture it."""
         memory = buffer.memory.to("cuda")
         views = buffer.device_views(memory)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(side):
             for _ in range(2):
-                step(views)
+                logits, _ = step(views)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        if not key.is_decode and self._logits is None:
+            self._logits = torch.empty_like(logits)  # [Z, V]
+        del logits
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool):
             logits, tokens = step(views)
+            if not key.is_decode and self._logits is not None:
+                # One copy for all of them: else each size would keep logits of its own for ever.
+                logits = self._logits.copy_(logits)
         self._pool = self._pool or graph.pool()
-        self._captured[size, seldom] = _Captured(graph, memory, logits, tokens)
+        self._captured[key] = _Captured(graph, memory, logits, tokens)
 
-    def replay(self, size: int, buffer: HostBuffer, seldom: bool = True) -> tuple[Tensor, Tensor]:
-        """Copy the columns in and run. The results are overwritten by the next replay of any
-        size."""
-        captured = self._captured[size, seldom]
+    def replay(self, key: GraphKey, buffer: HostBuffer) -> tuple[Tensor, Tensor]:
+        """Copy the columns in and run. Logits [Z, V] and tokens [Z] are overwritten by the next
+        replay of any key."""
+        captured = self._captured[key]
         captured.memory.copy_(buffer.memory, non_blocking=True)
         captured.graph.replay()
         return captured.logits, captured.tokens

@@ -7,6 +7,7 @@ a captured graph has one plan, and its device views never move.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -35,22 +36,30 @@ class StepShape:
     def columns(self) -> tuple[tuple[str, int, int, int], ...]:
         """(name, items, bytes of an item, items of a row or 0) of everything that goes to the
         device, one column a KV group."""
-        s, t, z, groups = self.rows, self.tokens, self.logits, range(self.groups)
+        s, t, z = self.rows, self.tokens, self.logits
+        writes, tables = _group_names(self.groups)
         return (
             ("token_ids", t, 8, 0),
             ("positions", t, 8, 0),
             ("sources", t, 8, 0),
             ("logit_rows", z, 8, 0),
             ("sample_rows", z, 8, 0),
-            *((f"write_idx{g}", t, 8, 0) for g in groups),
+            *[(name, t, 8, 0) for name in writes],
             ("slot_of_token", t, 4, 0),
             ("cu_q", s + 1, 4, 0),
             ("seq_lens", s, 4, 0),
             ("num_rows", 1, 4, 0),
-            *((f"page_table{g}", s * self.pages, 4, self.pages) for g in groups),
+            *[(name, s * self.pages, 4, self.pages) for name in tables],
             ("temperature", z, -4, 0),
             ("uniform", z, -4, 0),
         )
+
+
+@cache
+def _group_names(groups: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns of cache indices to write, and of page tables, by KV group."""
+    numbers = range(groups)
+    return tuple(f"write_idx{g}" for g in numbers), tuple(f"page_table{g}" for g in numbers)
 
 
 _NUMPY = {8: np.int64, 4: np.int32, -4: np.float32}
@@ -68,24 +77,26 @@ class HostBuffer:
         self.shape = shape
         self._columns = shape.columns()
         self._spans: list[tuple[int, int, int]] = []  # item size, first byte, end byte of each type
-        self._places: list[tuple[int, int]] = []  # first item within its type, items with padding
-        start, first, size = 0, 0, 8
+        places: list[tuple[int, int]] = []  # first item within its type, items with padding
+        start, first, size, step = 0, 0, 8, ALIGN_BYTES // 8
         for _, count, item, _ in self._columns:
             if item != size:
-                self._spans.append((size, start, start + first * abs(size)))
-                start, first, size = start + first * abs(size), 0, item
-            step = ALIGN_BYTES // abs(item)
+                end = start + first * abs(size)
+                self._spans.append((size, start, end))
+                start, first, size, step = end, 0, item, ALIGN_BYTES // abs(item)
             padded = -(-count // step) * step
-            self._places.append((first, padded))
+            places.append((first, padded))
             first += padded
         self._spans.append((size, start, start + first * abs(size)))
+        self._places = places
         self.memory = torch.empty(self._spans[-1][2], dtype=torch.uint8, pin_memory=pinned)
         flat = self.memory.numpy()
         typed = {size: flat[a:b].view(_NUMPY[size]) for size, a, b in self._spans}
-        self.view: dict[str, np.ndarray] = {}
-        for (name, count, item, width), (at, _) in zip(self._columns, self._places, strict=True):
+        view: dict[str, np.ndarray] = {}
+        for (name, count, item, width), (at, _) in zip(self._columns, places, strict=True):
             column = typed[item][at : at + count]
-            self.view[name] = column.reshape(-1, width) if width else column
+            view[name] = column.reshape(-1, width) if width else column
+        self.view = view
         self._own: dict[str, Tensor] | None = None
 
     @property
@@ -117,30 +128,36 @@ class PageTables:
     Pages that fell out of a window keep their old id here: nobody reads there.
     """
 
-    def __init__(self, num_groups: int, num_rows: int, num_columns: int) -> None:
+    def __init__(self, num_groups: int, num_rows: int, num_columns: int, page_tokens: int) -> None:
         self.table = np.zeros((num_groups, num_rows, num_columns), np.int32)  # [groups, R, M]
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
-        self._seen = [-2] * num_rows  # the last step that had this row
-        self._copied = [0] * num_rows
+        self.page_tokens = page_tokens
+        self._seen = np.full(num_rows, -2)  # [R] the last step that had this row
+        self._copied = np.zeros(num_rows, np.int64)  # [R] pages
 
-    def rows(self, batch: ScheduledBatch) -> np.ndarray:
-        """The table row of each sequence of the batch, brought up to date. [S] int64"""
-        found, step, first = [], batch.step, batch.pages[0]
-        row_of, seen, copied = self._row_of, self._seen, self._copied
-        for s, seq_id in enumerate(batch.seq_ids):
-            row = row_of.get(seq_id)
-            if row is None:
-                row = self._take(seq_id, batch)
-            have = copied[row] if seen[row] == step - 1 else 0
-            seen[row] = step
-            want = len(first[s])
-            if have != want:
-                for table, pages in zip(self.table, batch.pages, strict=True):
-                    table[row, have:want] = pages[s][have:want]
-                copied[row] = want
-            found.append(row)
-        return np.array(found)  # [S]
+    def rows(self, batch: ScheduledBatch, lens: np.ndarray) -> np.ndarray:
+        """The table row of each sequence of the batch, brought up to date. [S] int64
+
+        lens: [S] tokens that each row reads or writes. Only rows whose known pages hold fewer, or
+        that are new or were left out, cost a look at their lists.
+        """
+        get = self._row_of.get
+        found = [get(seq_id, -1) for seq_id in batch.seq_ids]
+        if -1 in found:
+            for s, row in enumerate(found):
+                if row < 0:
+                    found[s] = self._take(batch.seq_ids[s], batch)
+        rows = np.array(found)  # [S]
+        seen, copied = self._seen[rows], self._copied[rows]  # [S] twice
+        copied *= seen == batch.step - 1
+        self._seen[rows] = batch.step
+        for s in (copied * self.page_tokens < lens).nonzero()[0].tolist():
+            row, have, want = found[s], int(copied[s]), len(batch.pages[0][s])
+            for table, pages in zip(self.table, batch.pages, strict=True):
+                table[row, have:want] = pages[s][have:want]
+            self._copied[row] = want
+        return rows
 
     def _take(self, seq_id: int, batch: ScheduledBatch) -> int:
         if not self._free:
@@ -152,31 +169,30 @@ class PageTables:
         return row
 
 
-def fill_decode(
-    buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch, page_tokens: int, columns: int
-) -> None:
+def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch) -> None:
     """Fill the buffer for a step in which every row has one token; rows past the batch's become
     dummies.
 
     A dummy has slot -1, one key on page 0, and writes nothing.
     """
-    v, n = buffer.view, len(batch.seq_ids)
-    rows = tables.rows(batch)  # [S]
+    v, n, columns = buffer.view, len(batch.seq_ids), buffer.shape.pages
     starts = np.array(batch.starts)  # [S]
+    lens = starts + 1  # [S]
+    rows = tables.rows(batch, lens)  # [S]
     for name, values, rest in (
         ("positions", starts, 0),
-        ("seq_lens", starts + 1, 1),
+        ("seq_lens", lens, 1),
         ("slot_of_token", batch.slots, -1),
         ("sources", batch.sources, -1),
         ("token_ids", [ids[0] if ids else 0 for ids in batch.token_ids], 0),
     ):
         column = v[name]
         column[:n], column[n:] = values, rest
-    page, offset = np.divmod(starts, page_tokens)  # [S] twice
+    page, offset = np.divmod(starts, tables.page_tokens)  # [S] twice
     for g, table in enumerate(tables.table):
         pages, write = v[f"page_table{g}"], v[f"write_idx{g}"]
         pages[:n], pages[n:] = table[rows, :columns], 0
-        write[:n], write[n:] = table[rows, page].astype(np.int64) * page_tokens + offset, -1
+        write[:n], write[n:] = table[rows, page].astype(np.int64) * tables.page_tokens + offset, -1
     v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
     v["logit_rows"][:] = v["sample_rows"][:] = np.arange(buffer.shape.rows)
     v["num_rows"][0] = n
@@ -187,42 +203,68 @@ def fill_mixed(
     buffer: HostBuffer,
     tables: PageTables,
     batch: ScheduledBatch,
-    page_tokens: int,
-    columns: int,
     logit_rows: Sequence[int],
     sample_rows: Sequence[int],
+    spare_row: int,
 ) -> None:
-    """Fill the buffer for any step, unpadded. `sample_rows` are the batch rows that give a token,
-    `logit_rows` their last tokens."""
-    v = buffer.view
-    rows = tables.rows(batch)  # [S]
-    counts, starts = np.array(batch.num_tokens), np.array(batch.starts)  # [S] twice
+    """Fill the buffer for any step. `sample_rows` are the batch rows that give a token,
+    `logit_rows` their last tokens, then further ones.
+
+    What the shape has more becomes padding: tokens of no row with slot -1 that write nothing, rows
+    without tokens, logits of token 0 whose draw goes to the place `spare_row`.
+    """
+    v, columns, page_tokens = buffer.view, buffer.shape.pages, tables.page_tokens
+    by_row = np.array((batch.starts, batch.slots, batch.sources, batch.num_tokens))  # [4, S]
+    starts, _, sources, counts = by_row  # [S] each
     ends, lens = counts.cumsum(), starts + counts  # [S] twice
-    num_tokens = int(ends[-1])
+    rows = tables.rows(batch, lens)  # [S]
+    n, t, z = len(counts), int(ends[-1]), len(logit_rows)
+    v["sources"].fill(-1)
+    v["sources"][ends - 1] = sources
     # What a token takes from its row, repeated in one go: the way from its number to its position,
     # its slot, and where its row begins in the page tables.
-    per_row = np.stack((lens - ends, np.array(batch.slots), rows * tables.table.shape[2]))  # [3, S]
-    shift, slots, table_start = per_row.repeat(counts, 1)  # [T] each
-    positions = np.arange(num_tokens) + shift  # [T]
+    by_row[0] = lens - ends
+    by_row[2] = rows * tables.table.shape[2]
+    shift, slots, table_start = by_row[:3].repeat(counts, 1)  # [T] each
+    positions = v["positions"][:t]
+    np.add(np.arange(t), shift, out=positions)
     page, offset = np.divmod(positions, page_tokens)  # [T] twice
     page += table_start
-    v["cu_q"][0], v["cu_q"][1:] = 0, ends
-    v["seq_lens"][:] = lens
-    v["positions"][:] = positions
-    v["slot_of_token"][:] = slots
-    ids = chain.from_iterable(ids or (0,) for ids in batch.token_ids)
-    v["token_ids"][:] = np.fromiter(ids, np.int64, num_tokens)
-    sources = v["sources"]
-    sources[:] = -1
-    sources[ends - 1] = batch.sources
+    cu_q = v["cu_q"]
+    cu_q[0], cu_q[1 : n + 1] = 0, ends
+    v["seq_lens"][:n] = lens
+    v["slot_of_token"][:t] = slots
+    ids = chain.from_iterable([ids or (0,) for ids in batch.token_ids])
+    v["token_ids"][:t] = np.fromiter(ids, np.int64, t)
     for g, table in enumerate(tables.table):
-        v[f"page_table{g}"][:] = table[rows, :columns]
+        table[:, :columns].take(rows, 0, out=v[f"page_table{g}"][:n])
         write = v[f"write_idx{g}"]
-        np.multiply(table.ravel().take(page), page_tokens, out=write, dtype=np.int64)
-        write += offset
-    v["logit_rows"][:], v["sample_rows"][:] = logit_rows, sample_rows
-    v["num_rows"][0] = len(counts)
+        np.multiply(table.ravel().take(page), page_tokens, out=write[:t], dtype=np.int64)
+        write[:t] += offset
+        write[t:] = -1
+    v["logit_rows"][:z], v["sample_rows"][: len(sample_rows)] = logit_rows, sample_rows
+    v["sample_rows"][len(sample_rows) :] = spare_row
+    v["num_rows"][0] = n
+    if buffer.shape.rows > n:
+        cu_q[n + 1 :], v["seq_lens"][n:] = t, 0
+    if buffer.shape.tokens > t:
+        positions = v["positions"]
+        v["token_ids"][t:], positions[t:], v["slot_of_token"][t:] = 0, 0, -1
+    if buffer.shape.logits > z:
+        v["logit_rows"][z:] = 0
     fill_sampling(buffer, batch, sample_rows)
+
+
+def fill_blank(buffer: HostBuffer, is_decode: bool, spare_row: int) -> None:
+    """A step of dummies alone, which reads no page but page 0 and writes nothing."""
+    v = buffer.view
+    for name, column in v.items():
+        column.fill(-1 if name.startswith(("slot_of_token", "sources", "write_idx")) else 0)
+    v["sample_rows"].fill(spare_row)
+    if is_decode:
+        v["seq_lens"].fill(1)
+        v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
+        v["logit_rows"][:] = np.arange(buffer.shape.rows)
 
 
 def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ A step is launched without waiting for the one before it: the tokens that a row 
 stay on the device.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -18,11 +19,18 @@ from kernels.moe_gate import build_worklist
 from kernels.op import use_triton
 from kernels.sample_token import sample_token
 from kernels.tiling import slot_block_m
-from model_runner.execution.cuda_graphs import DecodeGraphs, padded_sizes
+from model_runner.execution.cuda_graphs import (
+    GraphKey,
+    StepGraphs,
+    decode_sizes,
+    fit,
+    mixed_sizes,
+)
 from model_runner.execution.inputs import (
     HostBuffer,
     PageTables,
     StepShape,
+    fill_blank,
     fill_decode,
     fill_mixed,
     fill_sampling,
@@ -42,6 +50,8 @@ from model_runner.scheduling.batch import ScheduledBatch
 BUFFERS = (
     3  # host buffers of one shape in turn: the step in flight may still be reading the last two
 )
+# Positions whose logits are held at once when all of a prompt's are wanted.
+SCORE_ROWS = 1024
 ScoreSink = Callable[[int, Tensor], None]  # (first position, logits [tokens, V])
 
 
@@ -83,6 +93,7 @@ class ModelRunner:
         device: torch.device,
         page_tokens: int,
         max_num_seqs: int,
+        max_step_tokens: int,
         max_len: int,
         use_graphs: bool,
         deterministic: bool = False,
@@ -94,39 +105,46 @@ class ModelRunner:
         self._seldom_slots, self._seldom = seldom_slots, True
         self._columns = -(-max_len // page_tokens)
         groups = len(layout.groups)
-        self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns)
-        self._previous = torch.zeros(
-            max_num_seqs + 1, dtype=torch.int64, device=device
-        )  # tokens by row of the last step
+        self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns, page_tokens)
+        self._max_num_seqs = max_num_seqs
+        # Tokens by row of the last step; the last place takes what padding draws.
+        self._previous = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._ring: dict[StepShape, list[HostBuffer]] = {}
         self._last_buffer: HostBuffer | None = None
         self._step = 0
         self._hits = torch.zeros((), dtype=torch.int64, device=device)
         self._hit_steps = 0
         self._moe_layers = sum(1 for e in model.config.experts_of_layer if e)
-        self._graphs = DecodeGraphs(padded_sizes(max_num_seqs)) if use_graphs else None
+        self._graphs = StepGraphs() if use_graphs else None
+        self._decode_sizes, self._mixed_sizes = (
+            decode_sizes(max_num_seqs),
+            mixed_sizes(max_step_tokens),
+        )
 
     def warm_up(self) -> None:
         """Compile everything and capture every graph, so that no request pays for it. Does nothing
         on a CPU."""
-        if self._graphs is not None:
-            both = self._lora is not None and self._seldom_slots is not None
-            kinds = (True, False) if both else (True,)
-            for size in self._graphs.sizes:
-                shape = self._decode_shape(size)
-                buffer = HostBuffer(shape, pinned=True)
-                for seldom in kinds:
-                    self._seldom = seldom
-                    self._graphs.capture(
-                        size, buffer, partial(self._decode_step, shape=shape), seldom
-                    )
-            self._seldom = True
+        if self._graphs is None:
+            return
+        both = self._lora is not None and self._seldom_slots is not None
+        kinds = (True, False) if both else (True,)
+        # Prompts of adapters with seldom targets run eagerly: graphs of theirs would hardly be
+        # used. The largest comes first: the others fit into its memory.
+        keys = [GraphKey(False, size, kinds[-1]) for size in reversed(self._mixed_sizes)]
+        keys += [GraphKey(True, size, kind) for size in self._decode_sizes for kind in kinds]
+        for key in keys:
+            buffer = HostBuffer(self._shape_of(key), pinned=True)
+            fill_blank(buffer, key.is_decode, self._max_num_seqs)
+            self._seldom = key.seldom
+            step = self._decode_step if key.is_decode else self._mixed_step
+            self._graphs.capture(key, buffer, partial(step, shape=buffer.shape))
+        self._seldom = True
 
     @torch.inference_mode()
     def launch(
         self, batch: ScheduledBatch, scored: dict[int, ScoreSink] | None = None
     ) -> PendingStep:
-        """Queue one step on the device.
+        """Queue one step on the device: a graph's replay where one was captured, else eagerly.
 
         scored  batch row -> sink(first position, logits [tokens, V]): rows whose every
                 position's logits are wanted
@@ -138,17 +156,14 @@ class ModelRunner:
             or not self._seldom_slots.isdisjoint(batch.slots)
         )
         sample_rows = tuple(s for s, row in enumerate(batch.samples) if row is not None)
-        decode = all(count == 1 for count in batch.num_tokens) and not scored
-        size = self._graphs.fit(len(batch.seq_ids)) if decode and self._graphs is not None else None
-        if size is not None:
-            logits, tokens = self._replay(batch, size)
+        decode = all(count == 1 for count in batch.num_tokens)
+        key = self._find_graph(batch, decode) if not scored else None
+        if decode and not scored:
             at = sample_rows
-        elif decode:
-            logits, tokens = self._run_decode(batch)
-            at = sample_rows
+            logits, tokens = self._replay_decode(batch, key) if key else self._run_decode(batch)
         else:
-            logits, tokens = self._run_mixed(batch, sample_rows, scored or {})
             at = tuple(range(len(sample_rows)))
+            logits, tokens = self._run_mixed(batch, sample_rows, scored or {}, key)
         rows = [row for row in batch.samples if row is not None]
         logprobs = None
         if not is_plain(rows):
@@ -167,59 +182,103 @@ class ModelRunner:
         self._hits.zero_()
         return hits / (steps * self._moe_layers) if steps and self._moe_layers else 0.0
 
-    # The three ways to run a step
+    # The ways to run a step
 
-    def _replay(self, batch: ScheduledBatch, size: int) -> tuple[Tensor, Tensor]:
+    def _find_graph(self, batch: ScheduledBatch, decode: bool) -> GraphKey | None:
+        if self._graphs is None:
+            return None
+        if decode:
+            size = fit(self._decode_sizes, len(batch.seq_ids))
+        else:
+            size = fit(self._mixed_sizes, sum(batch.num_tokens))
+        key = GraphKey(decode, size, self._seldom)
+        return key if key in self._graphs else None
+
+    def _replay_decode(self, batch: ScheduledBatch, key: GraphKey) -> tuple[Tensor, Tensor]:
         assert self._graphs is not None
-        buffer = self._ring_buffer(self._decode_shape(size))
-        fill_decode(buffer, self._tables, batch, self._page_tokens, self._columns)
+        buffer = self._ring_buffer(self._shape_of(key))
+        fill_decode(buffer, self._tables, batch)
         self._hit_steps += 1
-        return self._graphs.replay(size, buffer, self._seldom)
+        return self._graphs.replay(key, buffer)
 
     def _run_decode(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
         columns = -(-(max(batch.starts) + 1) // self._page_tokens)
         shape = StepShape(*(len(batch.seq_ids),) * 3, columns, len(self._layout.groups))
         buffer = self._host_buffer(shape)
-        fill_decode(buffer, self._tables, batch, self._page_tokens, columns)
+        fill_decode(buffer, self._tables, batch)
         self._hit_steps += 1
         return self._decode_step(self._upload(buffer), shape, max(batch.starts) + 1)
 
     def _run_mixed(
-        self, batch: ScheduledBatch, sample_rows: Sequence[int], scored: dict[int, ScoreSink]
+        self,
+        batch: ScheduledBatch,
+        sample_rows: Sequence[int],
+        scored: dict[int, ScoreSink],
+        key: GraphKey | None,
     ) -> tuple[Tensor, Tensor]:
         counts = batch.num_tokens
-        max_len = max(start + count for start, count in zip(batch.starts, counts, strict=True))
-        columns = -(-max_len // self._page_tokens)
-        ends, total = [], 0
-        for count in counts:
-            total += count
-            ends.append(total)
+        ends = list(itertools.accumulate(counts))
         logit_rows = [ends[s] - 1 for s in sample_rows]
         for s in scored:
             logit_rows += range(ends[s] - counts[s], ends[s])
-        shape = StepShape(len(counts), total, len(logit_rows), columns, len(self._layout.groups))
+        if key is not None and self._graphs is not None:
+            buffer = self._ring_buffer(self._shape_of(key))
+            self._fill_mixed(buffer, batch, logit_rows, sample_rows)
+            return self._graphs.replay(key, buffer)
+        max_len = max(start + count for start, count in zip(batch.starts, counts, strict=True))
+        columns = -(-max_len // self._page_tokens)
+        shape = StepShape(len(counts), ends[-1], len(logit_rows), columns, len(self._layout.groups))
         buffer = self._host_buffer(shape)
-        padding = [sample_rows[0] if sample_rows else 0] * (len(logit_rows) - len(sample_rows))
-        fill_mixed(
-            buffer,
-            self._tables,
-            batch,
-            self._page_tokens,
-            columns,
-            logit_rows,
-            [*sample_rows, *padding],
-        )
-        views = self._upload(buffer)
-        ctx = self._context(views, max(counts), max_len)
-        logits = self.model.forward(self._token_ids(views), ctx)  # [Z, V]
-        n = len(sample_rows)
-        at = n
-        for s, sink in scored.items():
-            sink(batch.starts[s], logits[at : at + counts[s]])
-            at += counts[s]
-        tokens = sample_token(logits[:n], views["temperature"][:n], views["uniform"][:n])  # [Z]
+        self._fill_mixed(buffer, batch, logit_rows, sample_rows)
+        wanted = [(batch.starts[s], counts[s], sink) for s, sink in scored.items()]
+        num_samples = len(sample_rows)
+        return self._mixed_step(self._upload(buffer), shape, max_len, num_samples, wanted)
+
+    def _fill_mixed(
+        self,
+        buffer: HostBuffer,
+        batch: ScheduledBatch,
+        logit_rows: Sequence[int],
+        sample_rows: Sequence[int],
+    ) -> None:
+        fill_mixed(buffer, self._tables, batch, logit_rows, sample_rows, self._max_num_seqs)
+
+    def _mixed_step(
+        self,
+        views: dict[str, Tensor],
+        shape: StepShape,
+        max_len: int = 0,
+        num_samples: int | None = None,
+        scored: Sequence[tuple[int, int, ScoreSink]] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """One step with prompt chunks over device columns; what a graph captures. Gives logits
+        [n, V] and tokens [n] of the first n = `num_samples` logit rows (default: all).
+
+        scored  (first position, tokens, sink): whose logit rows follow those, in this order. Their
+                logits go out part by part: all at once they could be larger than the model
+        """
+        ctx = self._context(views, shape.tokens, max_len or self._max_len)
+        n = shape.logits if num_samples is None else num_samples
+        if scored:
+            x = self.model.hidden(self._token_ids(views), ctx)  # [Z, H]
+            logits = self._head(x, ctx, 0, n)  # [n, V]
+            at = n
+            for start, count, sink in scored:
+                for done in range(0, count, SCORE_ROWS):
+                    end = at + min(done + SCORE_ROWS, count)
+                    sink(start + done, self._head(x, ctx, at + done, end))
+                at += count
+        else:
+            logits = self.model.forward(self._token_ids(views), ctx)  # [n, V]
+        tokens = sample_token(logits, views["temperature"][:n], views["uniform"][:n])  # [n]
         self._previous[views["sample_rows"][:n]] = tokens
-        return logits[:n], tokens
+        return logits, tokens
+
+    def _head(self, x: Tensor, ctx: ForwardContext, first: int, end: int) -> Tensor:
+        """Logits [end - first, V] of some of the step's logit rows. x [Z, H]"""
+        slots = ctx.slot_of_token[ctx.logit_rows[first:end]]
+        work = self._slot_work(slots) if self._lora is not None and self._seldom else None
+        return self.model.head.apply(x[first:end], ctx, slots, work)
 
     def _decode_step(
         self, views: dict[str, Tensor], shape: StepShape, max_len: int = 0
@@ -320,14 +379,15 @@ class ModelRunner:
         event.record()
         return event
 
-    def _decode_shape(self, size: int) -> StepShape:
-        return StepShape(size, size, size, self._columns, len(self._layout.groups))
+    def _shape_of(self, key: GraphKey) -> StepShape:
+        rows = key.size if key.is_decode else self._max_num_seqs
+        return StepShape(rows, key.size, rows, self._columns, len(self._layout.groups))
 
     def _ring_buffer(self, shape: StepShape) -> HostBuffer:
-        """A pinned buffer of a graph's shape that no step in flight reads."""
+        """A buffer of a graph's shape (pinned on a GPU) that no step in flight reads."""
         ring = self._ring.setdefault(shape, [])
         if len(ring) < BUFFERS:
-            ring.append(HostBuffer(shape, pinned=True))
+            ring.append(HostBuffer(shape, pinned=self.device.type != "cpu"))
             return ring[-1]
         ring.append(ring.pop(0))
         return ring[-1]

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.kv_write import kv_write
-from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
-from kernels.rope import apply_rope
+from kernels.rope_kv import rope_kv_write
 from model_runner.layers.context import ForwardContext
 from model_runner.layers.linear import Linear
 
@@ -40,12 +38,13 @@ class Attention:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(x, ctx).view(len(x), heads + 2 * kv_heads, dim)  # [T, Q + 2G, D]
         q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)  # [T, Q, D], [T, G, D] twice
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        apply_rope(q, k, self.rope, ctx.positions)
         group = ctx.groups[ctx.group_of_layer[self.layer]]
         k_cache, v_cache = ctx.caches[self.layer]
-        kv_write(k, v, k_cache, v_cache, group.write_idx)
+        # Positions, places and lengths are the step's inputs.
+        rope_kv_write(
+            q, k, v, self.rope, ctx.positions, k_cache, v_cache, group.write_idx, self.q_norm,
+            self.k_norm, self.eps, settled=True,
+        )  # fmt: skip
         y = paged_attention(
             q,
             k_cache,
@@ -58,5 +57,6 @@ class Attention:
             sinks=self.sinks,
             max_q=ctx.max_q,
             max_len=ctx.max_len,
+            settled=True,
         )  # [T, Q, D]
         return self.out(y.reshape(len(x), heads * dim), ctx)

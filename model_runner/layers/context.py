@@ -3,6 +3,7 @@ global."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.lora_tables import LoraTables, Worklist
@@ -58,3 +59,8 @@ class ForwardContext:
     experts_hit: list[Tensor] | None = None
     deterministic: bool = False
     seldom_lora: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations, keys and values are kept in."""
+        return self.caches[0][0].dtype

@@ -18,7 +18,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """token_ids [T] -> [T, H]"""
-        y = embedding(token_ids, self.weight)  # [T, H]
+        y = embedding(token_ids, self.weight).to(ctx.dtype)  # [T, H]
         if ctx.lora is not None and ctx.seldom_lora and self.target >= 0:
             embedding_lora(y, token_ids, ctx.lora, self.target, ctx.slot_of_token, len(self.weight))
         return y

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up, moe_sum
+from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up
 from kernels.fused_moe_lora import moe_lora
 from kernels.gated_act import gated_act
 from kernels.lora_decode import pairs_suffice
+from kernels.lora_gated_act import lora_gated_act
 from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_route import moe_route
 from kernels.op import use_triton
 from kernels.tiling import moe_block_m
 from model_runner.layers.context import ForwardContext
@@ -48,27 +50,37 @@ class MoeMlp:
     down_target: int
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [T, H] -> [T, H]"""
-        weights, ids = moe_gate(self.gate(x, ctx), self.top_k, self.renormalize)  # [T, K] twice
-        if ctx.experts_hit is not None:
-            ctx.experts_hit.append(ids)
+        """x [T, H] -> [T K, H]: what each expert adds, weighted; the norm that follows sums it."""
+        logits = self.gate(x, ctx)  # [T, E]
         lora, slots = ctx.lora, ctx.slot_of_token
         work = lora_work = None
         if use_triton(x):
             block_m = moe_block_m(len(x), self.top_k, self.num_experts)
-            work = build_worklist(ids, None, self.num_experts, 0, block_m)
+            weights, ids, work = moe_route(logits, self.top_k, self.renormalize, block_m)
             if lora is not None and not pairs_suffice(ids.numel(), lora):
                 lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
+        else:
+            weights, ids = moe_gate(logits, self.top_k, self.renormalize)  # [T, K] twice
+        if ctx.experts_hit is not None:
+            ctx.experts_hit.append(ids)
         y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
         fixed, experts = ctx.deterministic, self.num_experts
-        if lora is not None:
-            moe_lora(
-                y, x, lora, self.gate_up_target, ids, slots, lora_work, False, None, fixed, experts
-            )
-        h = gated_act(y, self.activation)  # [T K, I]
+        # Behind its product, what a LoRA reads is settled.
+        if lora is not None and lora_work is None:
+            target = self.gate_up_target
+            h = lora_gated_act(
+                y, x, lora, target, ids, slots, experts, self.activation, settled=True
+            )  # [T K, I]
+        else:
+            if lora is not None:
+                target = self.gate_up_target
+                moe_lora(y, x, lora, target, ids, slots, lora_work, False, None, fixed, experts)
+            h = gated_act(y, self.activation)  # [T K, I]
         y = moe_down(h, self.down, ids, work, weights)  # [T K, H]
         if lora is not None:
+            target = self.down_target
             moe_lora(
-                y, h, lora, self.down_target, ids, slots, lora_work, True, weights, fixed, experts
-            )
-        return moe_sum(y, self.top_k)  # [T, H]
+                y, h, lora, target, ids, slots, lora_work, True, weights, fixed, experts,
+                settled=True,
+            )  # fmt: skip
+        return y

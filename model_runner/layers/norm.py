@@ -19,5 +19,6 @@ class RmsNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The norm of residual + x; residual [T, H] becomes that sum. -> [T, H]"""
+        """The norm of residual + x; residual [T, H] becomes that sum. x [T, H], or [T K, H] to be
+        summed over each token's K rows. -> [T, H]"""
         return add_rms_norm(x, residual, self.weight, self.eps)

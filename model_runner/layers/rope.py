@@ -1,4 +1,4 @@
-"""The table of rotary angles. The rotation itself is kernels.rope.
+"""The table of rotary angles. The rotation itself is kernels.rope_kv.
 
 Source: transformers' `ROPE_INIT_FUNCTIONS` for the meaning of each field; YaRN is arXiv 2309.00071;
         llama3 is Meta's Llama 3.1 reference.

@@ -92,6 +92,13 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """token_ids [T] int64 -> logits of ctx.logit_rows [Z, V] in the model's dtype."""
+        x = self.hidden(token_ids, ctx)  # [Z, H]
+        return self.head.apply(
+            x, ctx, ctx.slot_of_token[ctx.logit_rows], ctx.logit_slot_work
+        )  # [Z, V]
+
+    def hidden(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """token_ids [T] int64 -> what the head reads of ctx.logit_rows [Z, H]."""
         residual = self.embedding(token_ids, ctx)  # [T, H]
         x = self.layers[0].input_norm(residual)
         for n, layer in enumerate(self.layers):
@@ -100,10 +107,7 @@ class Decoder:
             x = layer.mlp(x, ctx)
             last = n + 1 == len(self.layers)
             x = (self.norm if last else self.layers[n + 1].input_norm).add(x, residual)
-        x = x[ctx.logit_rows]  # [Z, H]
-        return self.head.apply(
-            x, ctx, ctx.slot_of_token[ctx.logit_rows], ctx.logit_slot_work
-        )  # [Z, V]
+        return x[ctx.logit_rows]  # [Z, H]
 
     def _load_layer(self, reader: WeightReader, n: int) -> DecoderLayer:
         p, c = f"model.layers.{n}.", self.config

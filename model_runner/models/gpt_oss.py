@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.fused_moe import ExpertWeights
+from kernels.op import use_triton
 from model_runner.models.base import (
     ModelConfig,
     ModelUnsupported,
@@ -61,8 +62,8 @@ class GptOss(Decoder):
 
 
 def _for_device(w: ExpertWeights) -> ExpertWeights:
-    """A GPU's kernels want MXFP4 packed; a CPU computes from values, which it unpacks once."""
-    return w.pack() if w.blocks is not None and w.blocks.is_cuda else w
+    """A GPU's kernels want MXFP4 packed; references compute from what the checkpoint has."""
+    return w.pack() if w.blocks is not None and w.blocks.is_cuda and use_triton(w.blocks) else w
 
 
 def _gate_then_up(x: Tensor) -> Tensor:

@@ -176,6 +176,8 @@ class PagePool:
         if added <= 0:
             return 0
         for g, group in enumerate(self.groups):
+            if not group.window:
+                continue
             pages, live = table.pages[g], table.first_live[g]
             dead = min(group.first_block(first_query, self.page_tokens), held)
             for block in range(live, dead):
@@ -186,8 +188,7 @@ class PagePool:
         if missing > 0:
             return missing
         for pages in table.pages:
-            for _ in range(added):
-                pages.append(self._take())
+            pages += self._take(added)
         self._tables.add(table)
         return 0
 
@@ -210,9 +211,17 @@ class PagePool:
 
     def release(self, table: PageTable) -> None:
         """Give all pages back. What was offered is found until its room is needed, tail first."""
-        for g, pages in enumerate(table.pages):
-            for block in range(len(pages) - 1, table.first_live[g] - 1, -1):
-                self._drop(pages[block])
+        refs, keys, free, idle = self._refs, self._keys, self._free, self._idle
+        for pages, live in zip(table.pages, table.first_live, strict=True):
+            for page in reversed(pages[live:]):
+                if refs[page] > 1:
+                    refs[page] -= 1
+                    continue
+                refs[page] = 0
+                if keys[page] is None:
+                    free.append(page)
+                else:
+                    idle[page] = None
         self._tables.discard(table)
         table.clear(len(self.groups))
 
@@ -279,20 +288,24 @@ class PagePool:
             return
         packed = array("q", token_ids[known * size : num_blocks * size]).tobytes()
         digest, stride = digests[-1] if digests else table.seed, 8 * size
+        keyed = self._keyed_state.copy
         for first in range(0, len(packed), stride):
-            state = self._keyed_state.copy()
+            state = keyed()
             state.update(digest + packed[first : first + stride])
             digest = state.digest()
             digests.append(digest)
 
-    def _take(self) -> int:
-        if self._free:
-            page = self._free.pop()
-        else:
+    def _take(self, count: int) -> list[int]:
+        """`count` pages with one owner each: free ones, then the oldest cached ones."""
+        taken = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        while len(taken) < count:
             page, _ = self._idle.popitem(last=False)
             self._unkey(page)
-        self._refs[page] = 1
-        return page
+            taken.append(page)
+        for page in taken:
+            self._refs[page] = 1
+        return taken
 
     def _drop(self, page: int) -> None:
         self._refs[page] -= 1

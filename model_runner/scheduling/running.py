@@ -81,15 +81,22 @@ class RunningSet:
         the next step on.
         """
         rows = self.decoding.copy()
-        starts = [seq.num_computed for seq in rows]
-        token_ids: list[tuple[int, ...]] = [
-            () if seq.num_pending else (seq.token_ids[-1],) for seq in rows
-        ]
-        sources = [seq.row if seq.num_pending else -1 for seq in rows]
+        starts: list[int] = []
+        token_ids: list[tuple[int, ...]] = []
+        sources: list[int] = []
         samples: list[SamplingRow | None] = [seq.sampling_row for seq in rows]
         for row, seq in enumerate(rows):
-            seq.num_computed += 1
-            seq.num_pending += 1
+            start = seq.num_computed
+            starts.append(start)
+            if seq.num_pending:
+                token_ids.append(())
+                sources.append(seq.row)
+                seq.num_pending += 1
+            else:
+                token_ids.append((seq.token_ids[-1],))
+                sources.append(-1)
+                seq.num_pending = 1
+            seq.num_computed = start + 1
             seq.num_in_flight += 1
             seq.row = row
         num_tokens = [1] * len(rows)

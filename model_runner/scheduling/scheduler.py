@@ -232,13 +232,14 @@ class Scheduler:
         updates: list[Update] = []
         sample_idx = -1
         page_tokens = self.pool.page_tokens
+        finished = SequenceStatus.FINISHED
         for seq, sample in zip(rows, batch.samples, strict=True):
             seq.num_in_flight -= 1
             if sample is not None:
                 sample_idx += 1
                 token = tokens[sample_idx]
                 seq.num_pending -= 1
-                if seq.status is SequenceStatus.FINISHED:
+                if seq.status is finished:
                     self.num_discarded += 1
                 elif token < 0:
                     self.pool.forget(seq.table)
@@ -247,17 +248,19 @@ class Scheduler:
                     continue
                 else:
                     ids = seq.token_ids
-                    if not len(ids) % page_tokens:
-                        self.pool.offer(seq.table, ids, len(ids))
+                    known = len(ids)
+                    if not known % page_tokens:
+                        self.pool.offer(seq.table, ids, known)
                     ids.append(token)
                     seq.account.counter += seq.output_cost
-                    reason = None
-                    if token in seq.stop_ids or len(ids) >= seq.max_tokens_total:
+                    if known + 1 >= seq.max_tokens_total or token in seq.stop_ids:
                         reason = seq.reason_to_finish()
-                    updates.append(Update(seq, token, reason, sample_idx))
-                    if reason is not None:
-                        self._finish(seq, reason)
-                        continue
+                        updates.append(Update(seq, token, reason, sample_idx))
+                        if reason is not None:
+                            self._finish(seq, reason)
+                            continue
+                    else:
+                        updates.append(Update(seq, token, None, sample_idx))
             if not seq.in_batch and not seq.num_in_flight:
                 self._admission.settle(seq)
         assert sample_idx + 1 == len(tokens), f"{len(tokens)} tokens for {sample_idx + 1} samples"

@@ -1,286 +1,252 @@
-"""The engine's table: a full-size random model and random adapters, driven over pipes by closed
-loops of clients.
+"""The engine's table: a full-size random model and random adapters, driven over pipes as an
+outsider would, and judged.
 
-    python tests/bench/engine.py [--shape gpt-oss-20b] [--concurrency 1,8,16,32] [--adapters 8] ...
+    python -m tests.bench.engine [--shape gpt-oss-20b] [--phases closed,open,profile,rescore] ...
 
-Writes tests/bench/results/engine.csv (one row a concurrency, base and with adapters) and prints it.
-Needs a GPU for the full shapes;
-`--model DIR --vocab N` drives any checkpoint, a tiny one on a CPU too. Not a test: it asserts only
-that every request came back whole.
+Phases, in this order: start (a first start with an empty compile cache, a second with what it
+left), closed (loops of clients, the base model and with adapters), open (Poisson arrivals at 70 %
+of the closed loop's requests a second), rescore (greedy answers through the reference kernels),
+profile (a decode step kernel by kernel, in a process of its own). Each row says whether it counts,
+or why not (judging.py). Appends to results/engine.csv, kernels_step.csv and start.csv. With
+--work DIR the timed answers stay there, and `rescore` or `profile` may come in a later call.
 """
 
 import argparse
-import csv
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from tests.bench.client import ROOT, Answer, Client
+from tests.bench.judging import (
+    find_faults,
+    find_score_faults,
+    make_jobs,
+    pick_answers,
+    read_shares,
+    score,
+)
+from tests.bench.loops import OPEN_SHARE, Load, Run, run_closed, run_open, summarise, warm_up
+from tests.bench.results import (
+    ENGINE,
+    KERNELS,
+    RESULTS,
+    START,
+    append_rows,
+    describe_run,
+)
+from tests.bench.shapes import SHAPES
+from tests.bench.workload import Wishes, Workload, prepare
 
-from tests.bench.shapes import SHAPES, write_gpt_oss_adapter, write_model  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results" / "engine.csv"
-
-
-class Client:
-    """A serve-stdio child. `ask` sends a request and blocks until its last token; times are this
-    process's."""
-
-    def __init__(self, command: list[str]) -> None:
-        self.child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        self._waiting: dict[str, dict[str, Any]] = {}
-        self._lock, self._stats, self._got_stats = threading.Lock(), {}, threading.Event()
-        self.ready: dict[str, Any] = {}
-        self._is_ready = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """The ready line. Exits if the child ends or is late."""
-        end = time.monotonic() + timeout_s
-        while not self._is_ready.wait(0.2):
-            if self.child.poll() is not None or time.monotonic() > end:
-                sys.exit(f"the engine was not ready (exit code {self.child.poll()})")
-        return self.ready
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """One request, whole."""
-        entry = {
-            "sent": time.perf_counter(),
-            "first": None,
-            "ids": [],
-            "error": None,
-            "done": threading.Event(),
-        }
-        with self._lock:
-            self._waiting[request["id"]] = entry
-            self._send(request)
-        if not entry["done"].wait(900):
-            entry["error"] = "timed out"
-        return entry
-
-    def stats(self) -> dict[str, Any]:
-        """The engine's own counters."""
-        self._got_stats.clear()
-        with self._lock:
-            self._send({"cmd": "stats"})
-        self._got_stats.wait(60)
-        return self._stats
-
-    def quit(self) -> None:
-        """End the child."""
-        with self._lock:
-            self._send({"cmd": "quit"})
-        self.child.wait(60)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps(message) + "\n")
-        self.child.stdin.flush()
-
-    def _read(self) -> None:
-        assert self.child.stdout is not None
-        for line in self.child.stdout:
-            now, message = time.perf_counter(), json.loads(line)
-            if "ready" in message:
-                self.ready = message
-                self._is_ready.set()
-            elif "stats" in message:
-                self._stats = message["stats"]
-                self._got_stats.set()
-            else:
-                entry = self._waiting[message["id"]]
-                if message["token_ids"] and entry["first"] is None:
-                    entry["first"], entry["first_count"] = now, len(message["token_ids"])
-                entry["ids"] += message["token_ids"]
-                entry["error"] = message["error"] or entry["error"]
-                if message["finish_reason"] or message["error"]:
-                    entry["last"] = now
-                    entry["done"].set()
+PHASES = ("start", "closed", "open", "rescore", "profile")
+FIRST_START_S, SECOND_START_S = 240.0, 60.0
+READY_TIMEOUT_S = 600.0
 
 
-def run_closed_loop(
-    client: Client, args: argparse.Namespace, names: list[str | None], clients: int
-) -> dict[str, Any]:
-    """One table row: `clients` clients, each asking again as soon as it was answered; half greedy,
-    half at temperature 1."""
-    rng, total = (
-        random.Random(args.seed * 1000 + clients),
-        max(4, (3 if clients < 16 else 2) * clients),
-    )
-    requests = iter(
-        [
+def start_twice(work: Workload) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of a start with an empty compile cache and of one with what the first left (the adapters
+    too are then in the host tier), and the environment that has the cache."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(work.folder / "compiled")}
+    rows = []
+    for cache, limit in (("empty", FIRST_START_S), ("warm", SECOND_START_S)):
+        client = Client(work.serve, READY_TIMEOUT_S, env)
+        rows.append(
             {
-                "id": f"{clients}-{k}-{names[k % len(names)]}",
-                "adapter": names[k % len(names)],
-                "input_ids": [
-                    rng.randrange(args.vocab // 8, args.vocab - 2) for _ in range(args.tokens_in)
-                ],
-                "max_tokens": args.tokens_out,
-                "temperature": float(k % 2),
-                "seed": k,
-                "ignore_eos": True,
+                "compile_cache": cache,
+                "startup_s": round(client.startup_s, 1),
+                "limit_s": limit,
             }
-            for k in range(total)
+        )
+        print(
+            f"start with {cache} compile cache: {client.startup_s:.1f} s (limit {limit:.0f}), the"
+            f" engine's own part {client.ready['startup_s']} s",
+            flush=True,
+        )
+        client.quit()
+    return rows, env
+
+
+def run_loops(
+    work: Workload, load: Load, args: argparse.Namespace, env: dict[str, str] | None, end: float
+) -> list[dict[str, Any]]:
+    """One entry a loop: its row, its faults, and its answers if they may be re-scored."""
+    client = Client(work.serve, READY_TIMEOUT_S, env)
+    print(f"ready after {client.startup_s:.1f} s: {client.ready}", flush=True)
+    entries: list[dict[str, Any]] = []
+
+    def keep(run: Run, kind: str) -> None:
+        row = summarise(run, load) | {"startup_s": round(client.startup_s, 1)}
+        faults = find_faults(run, load, work.experts, work.top_k)
+        answers = [(a.request, a.ids) for a in run.answers if not a.error]
+        entry = {"kind": kind, "row": row, "faults": faults}
+        entry["answers"] = answers if run.rate is None else []
+        entries.append(entry)
+        print({"kind": kind, **row, "faults": faults}, flush=True)
+
+    for kind in args.kinds.split(","):
+        names: list[str | None] = list(work.names) if kind == "adapters" else [None]
+        if not names:
+            continue
+        warm_up(client, load, names)
+        for clients in map(int, args.concurrency.split(",")):
+            run = run_closed(client, load, names, clients)
+            keep(run, kind)
+            if "open" in args.phases:
+                rate = OPEN_SHARE * run.requests_per_s
+                if time.monotonic() + 1.2 * run.wall_s / OPEN_SHARE > end:
+                    print(f"no time left for the open loop of {clients}", flush=True)
+                else:
+                    keep(run_open(client, load, names, clients, rate), kind)
+    for name in client.stats().get("late_compiles", ()):
+        print(f"compiled after ready: {name}", file=sys.stderr)
+    client.quit()
+    return entries
+
+
+def rescore(
+    work: Workload, entries: list[dict[str, Any]], seed: int
+) -> dict[str, dict[str, float]]:
+    """Kind -> shares of re-scored tokens. One run of the references scores both kinds."""
+    jobs_of = {}
+    for kind in dict.fromkeys(entry["kind"] for entry in entries):
+        found = [
+            Answer(dict(request), 0.0, list(ids))
+            for entry in entries
+            if entry["kind"] == kind
+            for request, ids in entry["answers"]
         ]
-    )
-    done: list[dict[str, Any]] = []
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                request = next(requests, None)
-            if request is None:
-                return
-            done.append(client.ask(**request))
-
-    client.stats()
+        jobs_of[kind] = make_jobs(pick_answers(found, seed), work.names)
     started = time.perf_counter()
-    threads = [threading.Thread(target=work) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wall, stats = time.perf_counter() - started, client.stats()
-    for name in stats.get("late_compiles", ()):
-        print(f"compiled after warm-up: {name}", file=sys.stderr)
-    bad = [d["error"] for d in done if d["error"] or len(d["ids"]) != args.tokens_out]
-    if bad:
-        sys.exit(f"{len(bad)} of {total} requests did not come back whole: {bad[:3]}")
-    speed = [(len(d["ids"]) - d["first_count"]) / max(1e-9, d["last"] - d["first"]) for d in done]
-    ttft = sorted(1e3 * (d["first"] - d["sent"]) for d in done)
-    return {
-        "concurrency": clients,
-        "adapters": len([n for n in names if n]),
-        "otps_per_user": round(statistics.median(speed), 1),
-        "total_tok_s": round(sum(len(d["ids"]) for d in done) / wall, 1),
-        "ttft_p50_ms": round(ttft[len(ttft) // 2], 1),
-        "ttft_p99_ms": round(ttft[min(len(ttft) - 1, int(0.99 * len(ttft)))], 1),
-        "distinct_experts": round(stats["distinct_experts"], 2),
-        "compiles_after_warmup": stats["compiles"],
-    }
+    score(work.logits, [job for jobs in jobs_of.values() for job in jobs], work.folder)
+    shares = {kind: read_shares(jobs, work.folder) for kind, jobs in jobs_of.items()}
+    count = sum(map(len, jobs_of.values()))
+    print(f"re-scored {count} jobs in {time.perf_counter() - started:.1f} s: {shares}", flush=True)
+    return shares
 
 
-def describe_run() -> dict[str, Any]:
-    """Where and of what the numbers are: GPU, torch, commit, whether it was changed, UTC time.
+def profile(work: Workload, concurrency: str) -> list[dict[str, Any]]:
+    """Entries of profile_step.py, run in a process of its own."""
+    out = work.folder / "profile.json"
+    words = ["-m", "tests.bench.profile_step", "--prepared", str(work.folder)]
+    words += ["--concurrency", concurrency, "--json", str(out)]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    return list(json.loads(out.read_text()))
 
-    A copy of the tree without git is told its commit by the variable COMMIT.
-    """
-    import torch
 
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
+def join_rows(
+    entries: list[dict[str, Any]],
+    shares: dict[str, dict[str, float]],
+    steps: list[dict[str, Any]],
+    adapters: int,
+) -> list[dict[str, Any]]:
+    """Loops, re-scoring and profiles put together; columns that were not measured stay empty."""
+    busy = {(s["kind"], s["concurrency"]): s for s in steps}
+    rows = []
+    for entry in entries:
+        kind, row = entry["kind"], dict(entry["row"])
+        found = shares.get(kind)
+        faults = entry["faults"] + find_score_faults(found, kind == "adapters")
+        row["valid"] = "; ".join(faults) or "yes"
+        row["adapters"] = adapters if kind == "adapters" else 0
+        for name in ("own", "other", "none"):
+            row[f"rescored_{name}"] = round(found[name], 4) if found and name in found else ""
+        step = busy.get((kind, row["concurrency"])) if row["open_rate"] == "" else None
+        if step:
+            row["kernel_ms"] = round(step["busy_ms"], 3)
+            row["launches"] = round(step["launches"])
+            row["host_ms_exposed"] = round(step["wall_ms"] - step["busy_ms"], 3)
+            base = busy.get(("base", row["concurrency"]))
+            if kind == "adapters" and base:
+                row["added_by_adapters_ms"] = round(step["busy_ms"] - base["busy_ms"], 3)
+        rows.append(row)
+    return rows
 
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "commit": git("rev-parse", "--short", "HEAD") or os.environ.get("COMMIT", "unknown"),
-        "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
+
+def kernel_rows(steps: list[dict[str, Any]], adapters: int) -> list[dict[str, Any]]:
+    """Rows of kernels_step.csv."""
+    return [
+        {
+            "adapters": adapters if step["kind"] == "adapters" else 0,
+            "concurrency": step["concurrency"],
+            "distinct_experts": round(step["distinct"], 2),
+            **row,
+        }
+        for step in steps
+        for row in step["table"]
+    ]
+
+
+def run_phases(args: argparse.Namespace, work: Workload, load: Load) -> None:
+    """The phases that were asked for, and the tables."""
+    end = time.monotonic() + args.budget_s
+    state = work.folder / "loops.json"
+    starts, env = start_twice(work) if "start" in args.phases else ([], None)
+    entries: list[dict[str, Any]] = []
+    if "closed" in args.phases:
+        entries = run_loops(work, load, args, env, end)
+        state.write_text(json.dumps(entries))
+    elif "rescore" in args.phases:
+        entries = json.loads(state.read_text())
+    shares = rescore(work, entries, load.seed) if "rescore" in args.phases else {}
+    steps = profile(work, args.concurrency) if "profile" in args.phases else []
+    wishes = work.wishes
+    about = {"shape": wishes.label, "rank": wishes.lora_rank, **describe_run()}
+    out, count = Path(args.out), wishes.adapters
+    rows = [{**about, **row} for row in join_rows(entries, shares, steps, count)]
+    for row in rows:
+        print(", ".join(f"{k} {row[k]}" for k in ENGINE[1:-5] if row.get(k) not in (None, "")))
+    append_rows(out / "engine.csv", ENGINE, rows)
+    kernels = [{**about, **row} for row in kernel_rows(steps, count)]
+    append_rows(out / "kernels_step.csv", KERNELS, kernels)
+    append_rows(out / "start.csv", START, [{**about, "adapters": count, **row} for row in starts])
 
 
 def main() -> None:
-    """Make model and adapters, run the loops, print and keep the table."""
+    """Make model and adapters, run the phases, keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="gpt-oss-20b")
-    parser.add_argument("--model", default="", help="a checkpoint to drive instead of a shape")
-    parser.add_argument("--vocab", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="cut the shape; rows say so")
+    parser.add_argument("--phases", default="closed,open,rescore,profile")
+    parser.add_argument("--kinds", default="base,adapters")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--concurrency", default="1,8,16,32")
     parser.add_argument("--tokens-in", type=int, default=1600)
     parser.add_argument("--tokens-out", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=0, help="cut the shape to so many layers")
-    parser.add_argument(
-        "--work", default="", help="folder for the adapters; default: a temporary one"
-    )
-    parser.add_argument(
-        "--config", default="{}", help="JSON fields of EngineConfig over the benchmark's own"
-    )
-    parser.add_argument("--base-too", action="store_true", help="run the base model's rows as well")
-    parser.add_argument("--out", default=str(RESULTS))
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--model-seed", type=int, default=7)
+    parser.add_argument("--work", default="", help="folder that stays; default: a temporary one")
+    parser.add_argument("--config", default="{}", help="JSON fields of EngineConfig")
+    parser.add_argument("--budget-s", type=float, default=570.0, help="no open loop past it")
+    parser.add_argument("--out", default=str(RESULTS), help="folder of the tables")
     args = parser.parse_args()
-    shape = SHAPES[args.shape]
-    config = dict(shape.config)
-    if args.layers:
-        config |= {
-            "num_hidden_layers": args.layers,
-            "layer_types": config["layer_types"][: args.layers],
-        }
-    clients = [int(c) for c in args.concurrency.split(",")]
-    with tempfile.TemporaryDirectory(dir=args.work or None) as folder:
-        work = Path(folder)
-        names = [f"a{i}" for i in range(args.adapters)]
-        if args.model:
-            model, names = Path(args.model), []
-        else:
-            import torch
-
-            args.vocab = args.vocab or config["vocab_size"]
-            model = work / "model"
-            write_model(model, config)
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            for i, name in enumerate(names):
-                write_gpt_oss_adapter(work / name, config, args.rank, 100 + i, device)
-        settings = {
-            "load_format": "safetensors" if args.model else "random:7",
-            "max_num_seqs": max(clients),
-            "max_model_len": args.tokens_in + args.tokens_out + 16,
-            "max_lora_rank": args.rank,
-            "prefix_cache": False,
-            "host_cache_dir": str(work / "host"),
-            "host_cache_bytes": 24 << 30,
-            "lora_bytes": 0,
-            **json.loads(args.config),
-        }
-        (work / "engine.json").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "model_runner", "serve-stdio", "--model", str(model)]
-        command += ["--config", str(work / "engine.json")]
-        if names:
-            command += ["--adapters", ",".join(f"{n}={work / n}" for n in names)]
-        client = Client(command)
-        ready = client.wait_ready(900)
-        print(f"ready after {ready['startup_s']} s: {ready}", flush=True)
-        rows = []
-        for kind in [[None], names] if args.base_too and names else [names or [None]]:
-            warm = argparse.Namespace(**{**vars(args), "tokens_out": 8})
-            run_closed_loop(client, warm, kind, max(2, len(kind)))
-            for count in clients:
-                rows.append(run_closed_loop(client, args, kind, count))
-                print(rows[-1], flush=True)
-        client.quit()
-    about = {
-        "shape": args.model or args.shape + (f"/{args.layers} layers" if args.layers else ""),
-        "rank": args.rank,
-    }
-    write_rows(Path(args.out), [{**about, **row, **describe_run()} for row in rows])
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a CSV file, with its head if it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    args.phases = args.phases.split(",")
+    if unknown := set(args.phases) - set(PHASES):
+        parser.error(f"unknown phases {sorted(unknown)}; known are {PHASES}")
+    if "open" in args.phases and "closed" not in args.phases:
+        parser.error("the open loop takes its rate from the closed one: --phases closed,open,...")
+    wishes = Wishes(
+        args.shape,
+        args.adapters,
+        args.rank,
+        args.layers,
+        args.model_seed,
+        args.tokens_in,
+        args.tokens_out,
+        max(int(c) for c in args.concurrency.split(",")),
+        args.config,
+    )
+    vocab = SHAPES[args.shape].config["vocab_size"]
+    load = Load(args.tokens_in, args.tokens_out, vocab, args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        work = prepare(wishes, Path(args.work or folder))
+        print(f"made in {work.folder}: {asdict(wishes)}", flush=True)
+        run_phases(args, work, load)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 from adapter_store.ref import AdapterRef
+from model_runner.execution.cuda_graphs import fit, mixed_sizes
 from model_runner.execution.inputs import HostBuffer, PageTables, StepShape, fill_decode, fill_mixed
 from model_runner.request import Request, SamplingParams
 from model_runner.scheduling.batch import ScheduledBatch
@@ -26,6 +27,8 @@ NUM_ADAPTERS = 8
 FINISHING = 2  # per step: with 32 running, a sequence lives for 16 steps
 PROMPT_TOKENS = 96
 PAGE_TOKENS, MAX_LEN = 16, 4096
+STEP_TOKENS = 2048
+MIXED_SIZES = mixed_sizes(STEP_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,15 @@ def measure(
     """Microseconds by step of `schedule`, of building inputs and of `commit`, warm-up left out."""
     groups = tuple(KvGroup(f"window{w}", w) for w in windows)
     pool = PagePool(8192, PAGE_TOKENS, groups)
-    scheduler = Scheduler(NUM_SEQS, 2048, MAX_LEN, pool, ResidentGate(), (1,))
+    scheduler = Scheduler(NUM_SEQS, STEP_TOKENS, MAX_LEN, pool, ResidentGate(), (1,))
     refs = [AdapterRef(str(i), f"file:///{i}") for i in range(NUM_ADAPTERS)]
     times: dict[str, list[float]] = {"schedule": [], "inputs": [], "commit": []}
     columns = MAX_LEN // PAGE_TOKENS
-    tables = PageTables(len(windows), 2 * NUM_SEQS, columns)
+    tables = PageTables(len(windows), 2 * NUM_SEQS, columns, PAGE_TOKENS)
     decode_buffer = HostBuffer(
         StepShape(NUM_SEQS, NUM_SEQS, NUM_SEQS, columns, len(windows)), pinned=False
     )
+    buffers: dict[StepShape, HostBuffer] = {}
     num_added, pending = 0, None
     life = NUM_SEQS // FINISHING
     clock = time.thread_time if cpu_time else time.perf_counter
@@ -90,9 +94,9 @@ def measure(
         middle = clock()
         assert batch is not None
         if max(batch.num_tokens) == 1:
-            fill_decode(decode_buffer, tables, batch, PAGE_TOKENS, columns)
+            fill_decode(decode_buffer, tables, batch)
         else:
-            fill_prefill(tables, batch)
+            fill_prefill(tables, batch, buffers)
         built = clock()
         due, pending = (pending, batch) if look_ahead else (batch, None)
         tokens = [5] * (len(due.samples) - due.samples.count(None)) if due else []
@@ -109,23 +113,18 @@ def measure(
     return times
 
 
-def fill_prefill(tables: PageTables, batch: ScheduledBatch) -> None:
-    """Inputs of a step with prompt chunks, as the runner builds them: a fresh buffer, unpadded."""
-    used = -(
-        -max(s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)) // PAGE_TOKENS
-    )
+def fill_prefill(
+    tables: PageTables, batch: ScheduledBatch, buffers: dict[StepShape, HostBuffer]
+) -> None:
+    """Inputs of a step with prompt chunks, as the runner builds them for a captured graph."""
     rows = [s for s, row in enumerate(batch.samples) if row is not None]
     ends = list(itertools.accumulate(batch.num_tokens))
-    shape = StepShape(len(batch.seq_ids), ends[-1], len(rows), used, len(batch.pages))
-    fill_mixed(
-        HostBuffer(shape, pinned=False),
-        tables,
-        batch,
-        PAGE_TOKENS,
-        used,
-        [ends[s] - 1 for s in rows],
-        rows,
-    )
+    size = fit(MIXED_SIZES, sum(batch.num_tokens))
+    shape = StepShape(NUM_SEQS, size, NUM_SEQS, MAX_LEN // PAGE_TOKENS, len(batch.pages))
+    buffer = buffers.get(shape)
+    if buffer is None:
+        buffer = buffers[shape] = HostBuffer(shape, pinned=False)
+    fill_mixed(buffer, tables, batch, [ends[s] - 1 for s in rows], rows, NUM_SEQS)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Without Ray and without an engine.
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +16,9 @@ from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
 from deployments.ingress import EventStream, build_api
 from model_runner.request import ErrorCode
+from model_runner.tokenizer import Tokenizer
 from tests.deployments.conftest import Face, FakeControl, ScriptedBackend
+from tests.model_runner.demo import PADDING_IDS
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -120,6 +123,23 @@ async def test_completion_logprobs(face: Face) -> None:
     assert lines["text_offset"] == [
         len("".join(lines["tokens"][:i])) for i in range(len(lines["tokens"]))
     ]
+
+
+async def test_drawn_ids_that_no_text_has(
+    face: Face, demo_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may have more rows than its tokenizer has tokens: they are told as empty text."""
+    ids = demo_tokenizer.encode("Hi")
+    drawn = [PADDING_IDS[0], *ids, PADDING_IDS[-1]]
+    monkeypatch.setattr(face.backend, "tokenizer", SimpleNamespace(encode=lambda words: drawn))
+    body = {"model": "demo", "prompt": "Hi", "logprobs": 1}
+    choice = (await face.post("/v1/completions", body)).json()["choices"][0]
+    assert choice["text"] == "Hi" and len(choice["logprobs"]["tokens"]) == len(drawn)
+    assert choice["logprobs"]["tokens"][0] == choice["logprobs"]["tokens"][-1] == ""
+    chunks = events(await face.chat(stream=True, logprobs=True))
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hi"
+    lines = [line for c in chunks for line in c["choices"][0]["logprobs"]["content"]]
+    assert [bytes(line["bytes"]).decode() for line in lines] == choice["logprobs"]["tokens"]
 
 
 async def test_chat_logprobs(face: Face) -> None:

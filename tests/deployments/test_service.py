@@ -228,7 +228,11 @@ def test_completions_of_text_and_ids(service: Service) -> None:
     assert both.choices[0].text == both.choices[1].text == one.choices[0].text
     assert both.choices[0].logprobs.tokens and len(both.choices[0].logprobs.top_logprobs[0]) == 2
     ids = client.completions.create(
-        model="demo", prompt=[5, 6, 7], temperature=0, max_tokens=3, extra_body={"ignore_eos": True}
+        model="demo",
+        prompt=[5, 6, 3583],  # the last: an id of the model that no text has
+        temperature=0,
+        max_tokens=3,
+        extra_body={"ignore_eos": True},
     )
     assert ids.usage is not None
     assert (ids.usage.prompt_tokens, ids.usage.completion_tokens) == (3, 3)

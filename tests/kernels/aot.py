@@ -42,7 +42,7 @@ def disassemble(spec: AotSpec) -> str:
     return _ask("nvdisasm", ["-c"], _compile(spec).asm["cubin"])
 
 
-def ptx_of(spec: AotSpec, capability: int = 90) -> str:
+def compile_ptx(spec: AotSpec, capability: int = 90) -> str:
     """The PTX of one specification for a compute capability (80 = sm_80)."""
     return str(_compile(spec, GPUTarget("cuda", capability, 32)).asm["ptx"])
 
@@ -73,6 +73,8 @@ def _compile(spec: AotSpec, target: GPUTarget = TARGET) -> Any:
     arguments: dict[str, Any] = {constants: spec.constexprs, "attrs": attrs}
     source = ASTSource(fn, signature, **arguments)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    if spec.max_registers:
+        options["maxnreg"] = spec.max_registers
     return triton.compile(source, target=target, options=options)
 
 

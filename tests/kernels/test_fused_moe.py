@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels.fused_moe as own
-from kernels.fused_moe import ExpertWeights, moe_sum, random_experts
+from kernels.fused_moe import ExpertWeights, random_experts
 from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import dequantize_mxfp4
 from kernels.mxfp4_packed import pack_mxfp4, unpack_mxfp4
@@ -133,21 +133,11 @@ def test_a_tail_without_its_mask_reads_the_next_row(tmp_path: Path) -> None:
 
 
 @both
-def test_sum_adds_k_ascending(form: str) -> None:
-    y = torch.randn(12, 37, generator=torch.Generator().manual_seed(6))
-    rows = y.view(3, 4, 37)
-    want = ((rows[:, 0] + rows[:, 1]) + rows[:, 2]) + rows[:, 3]
-    assert torch.equal(moe_sum(y, 4), want)
-    assert torch.equal(moe_sum(y, 1), y)
-
-
-@both
 def test_no_tokens_is_no_work(form: str) -> None:
     ids = torch.zeros(0, 2, dtype=torch.int32)
     experts = random_experts(2, 8, 32, "mxfp4", "cpu", torch.float32, 0)
     work = build_worklist(ids, None, 2, 0, 16)
     assert own.moe_gate_up(torch.zeros(0, 32), experts, ids, work).shape == (0, 8)
-    assert moe_sum(torch.zeros(0, 8), 2).shape == (0, 8)
 
 
 def test_experts_have_one_kind_of_weight() -> None:

@@ -22,28 +22,32 @@ from tests.kernels.test_fused_moe_lora import E, K, batch, dense_delta, poison, 
 pytestmark = pytest.mark.interp
 # Several programs a row on both sides, and a last one that is not full.
 SMALL = DecodeTiles(16, 16)
+# Of nine tokens: programs that take up to three tiles, the last one of a row fewer.
+LOOPS = DecodeTiles(16, 16, programs=60)
 
 
 def run(
-    module: ModuleType, tables: LoraTables, target: int, down: bool, b: dict[str, Tensor]
-) -> Tensor:
+    module: ModuleType, tables: LoraTables, target: int, down: bool, b: dict[str, Tensor],
+    tiles: DecodeTiles = SMALL,
+) -> Tensor:  # fmt: skip
     y = b["y"].clone()
     module.add_pairs(
         y, b["x"], tables, target, b["ids"], b["slots"], E, down, b["weights"] if down else None,
-        SMALL,
+        tiles,
     )  # fmt: skip
     return y
 
 
 def deltas_hold(
-    module: ModuleType, num_tokens: int, shared: bool = False, device: str = "cpu"
-) -> None:
+    module: ModuleType, num_tokens: int, shared: bool = False, tiles: DecodeTiles = SMALL,
+    device: str = "cpu",
+) -> None:  # fmt: skip
     tables = tables_of(shared, device=device)
     for target in (0, 1):
         for down in (False, True):
             b = batch(num_tokens, down, device=device)
             b["ids"][-1, 0], b["ids"][1, 1] = -1, E
-            got = run(module, tables, target, down, b)
+            got = run(module, tables, target, down, b, tiles)
             for pair in range(num_tokens * K):
                 slot, expert = int(b["slots"][pair // K]), int(b["ids"].flatten()[pair])
                 delta = dense_delta(tables, target, slot, expert) if expert < E else None
@@ -60,6 +64,11 @@ def deltas_hold(
 def test_deltas_are_their_definition(shared: bool) -> None:
     for num_tokens in (2, 9):
         deltas_hold(own, num_tokens, shared)
+
+
+def test_programs_of_several_tiles_do_the_same() -> None:
+    assert [LOOPS.per_program(9 * K, tiles) for tiles in (3, 4)] == [2, 3]
+    deltas_hold(own, 9, tiles=LOOPS)
 
 
 @pytest.mark.parametrize(
@@ -131,5 +140,6 @@ def test_more_rank_than_a_tile_holds_is_refused() -> None:
 @pytest.mark.parametrize("name", ["_shrink_kernel", "_expand_kernel"])
 def test_length_and_target_do_not_compile_anew(name: str) -> None:
     kernel = getattr(own, name)
-    assert {"target_0", "num_rows"} <= set(kernel.arg_names)
-    assert set(own.UNSPECIALISED) == {"target_0", "target_1", "target_2", "num_rows"}
+    lengths = {"num_rows", "per_row", "programs_0", "programs_1", "n_tiles"} & set(kernel.arg_names)
+    assert "num_rows" in lengths
+    assert lengths | {"target_0", "target_1", "target_2"} <= set(own.UNSPECIALISED)

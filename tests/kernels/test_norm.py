@@ -6,6 +6,7 @@ import torch
 from kernels.norm import add_rms_norm, rms_norm
 
 EPS = 1e-5
+both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,7 +43,38 @@ def test_the_residual_is_written_and_normed_as_rounded(dtype: torch.dtype) -> No
     assert torch.equal(got, rms_norm(total, weight, EPS))
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
+@both
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_a_tokens_rows_are_summed_in_their_order(form: str, top_k: int) -> None:
+    x, residual, weight = torch.randn(3 * top_k, 37), torch.randn(3, 37), torch.randn(37)
+    rows = x.view(3, top_k, 37)
+    total = rows[:, 0]
+    for k in range(1, top_k):
+        total = total + rows[:, k]
+    want = residual + total
+    got = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(residual, want), "to the bit: k ascending, the residual last"
+    torch.testing.assert_close(got, rms_norm(want, weight, EPS), rtol=1e-6, atol=1e-6)
+
+
+def test_a_sum_of_rows_is_rounded_once() -> None:
+    x, residual = torch.randn(6, 2, 40).bfloat16(), torch.randn(6, 40).bfloat16()
+    want = (residual.float() + (x[:, 0].float() + x[:, 1].float())).bfloat16()
+    add_rms_norm(x.view(12, 40), residual, torch.ones(40).bfloat16(), EPS)
+    assert torch.equal(residual, want)
+
+
+@both
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_row_does_not_see_its_neighbours(form: str, top_k: int) -> None:
+    x, weight = torch.randn(9 * top_k, 130), torch.randn(130)
+    own = slice(4 * top_k, 5 * top_k)
+    alone = add_rms_norm(x[own], torch.ones(1, 130), weight, EPS)
+    x[: own.start], x[own.stop :] = float("nan"), 1e30
+    assert torch.equal(add_rms_norm(x, torch.ones(9, 130), weight, EPS)[4:5], alone)
+
+
+def test_a_plain_row_does_not_see_its_neighbours() -> None:
     x, weight = torch.randn(9, 130), torch.randn(130)
     alone = rms_norm(x[4:5], weight, EPS)
     x[:4] = float("nan")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.kv_write as kv_side
 import kernels.paged_attention as attention
+import kernels.rope_kv as kv_side
 from kernels.op import Inputs
 from kernels.paged_attention import Rows, make_case, paged_attention
 from tests.guards import take_out
@@ -151,7 +151,7 @@ TRITON_GUARDS = [
                  DECODE, 0, LARGE, id="padded decode"),
     pytest.param("| (skip >= num_queries) | (seq_len <= 0)", "| (skip >= num_queries)",
                  CHUNKS, 0, LARGE, id="padded chunk"),
-    pytest.param("range(tl.load(cu_q + num_rows) + row, num_tokens, num_rows)",
+    pytest.param("range(num_owned + row, num_tokens, num_rows)",
                  "range(num_tokens, num_tokens, num_rows)", DECODE, 0, POISON,
                  id="tokens of no row"),
     pytest.param("mine = (query < num_queries) & (head < per_kv)", "mine = head < per_kv",
@@ -216,7 +216,10 @@ def padding_writes_nowhere(poison: float, device: str) -> None:
     k = torch.full((3, num_heads, dim), poison, device=device)  # [T, G, D]
     v = torch.full((3, num_heads, dim), poison, device=device)  # [T, G, D]
     k[1], v[1] = 1.0, 2.0
-    kv_side.kv_write(k, v, k_cache, v_cache, torch.tensor([-1, 6, -1], device=device))
+    still = torch.tensor([[1.0, 0.0]]).repeat_interleave(dim // 2, 1)  # [1, D]: cos, then sin
+    positions, write_idx = torch.zeros(3, dtype=torch.int64), torch.tensor([-1, 6, -1])
+    still, positions, write_idx = (x.to(device) for x in (still, positions, write_idx))
+    kv_side.rope_kv_write(k.clone(), k, v, still, positions, k_cache, v_cache, write_idx)
     want: Tensor = torch.zeros_like(whole)
     want[0, 2, 2], want[1, 2, 2] = 1.0, 2.0  # place 6 of pages of 4: the second page
     assert torch.equal(whole, want)
@@ -234,12 +237,12 @@ def test_padding_writes_somewhere_without_its_guard(
     form: str, poison: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form != "torch":
-        bad = mutant("kv_write", {"    if place < 0:": "    if place < -1:"}, tmp_path)
-        monkeypatch.setattr(kv_side, "kv_write", bad.kv_write)
+        bad = mutant("rope_kv", {"    elif place >= 0:": "    elif place >= -1:"}, tmp_path)
+        monkeypatch.setattr(kv_side, "rope_kv_write", bad.rope_kv_write)
         with pytest.raises(AssertionError):
             padding_writes_nowhere(poison, DEVICES[form])
         return
     line = "kept = (write_idx >= 0).nonzero().squeeze(1)"
-    take_out(monkeypatch, kv_side, "kv_write_reference", line, line.replace(">= 0", ">= -1"))
+    take_out(monkeypatch, kv_side, "rope_kv_write_reference", line, line.replace(">= 0", ">= -1"))
     with pytest.raises((AssertionError, IndexError)):  # torch itself refuses the index
         padding_writes_nowhere(poison, DEVICES[form])

@@ -74,6 +74,8 @@ def test_the_nearest_key_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (entry(1, 1, 1, split_k=0), "split_k must be in 1..64"),
         (entry(1, 1, 1, num_warps="4"), "num_warps must be a power of two"),
         (entry(1, 1, 1, num_warps=True), "num_warps must be a power of two"),
+        (entry(1, 1, 1, block_m=12), "block_m must be a power of two"),
+        (entry(1, 1, 1, max_registers=100), "max_registers: 0 or 64..248 in eights, not 100"),
         (entry(1, 1, 1, BLOCK_N=64), "BLOCK_N"),
         (entry(0, 1, 1), "positive integers"),
         ({"rows": 1, "out": 1}, "'in'"),
@@ -125,6 +127,15 @@ def test_powers_of_two_warm_every_choice(top_k: int, num_experts: int) -> None:
     for which in (0, 1):
         warm = {choice(1 << i)[which] for i in range(12)}
         assert {choice(n)[which] for n in range(1, 2049)} == warm
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", ""])
+def test_packed_decode_reads_eight_rows_a_tile(gpu: str) -> None:
+    """Up to 32 tokens of 4 experts each: few of 32 experts have more rows than that."""
+    for tokens, block_m in ((1, 8), (8, 8), (32, 8), (64, 128), (2048, 128)):
+        for out in (5760, 2880):
+            shape = {"rows": 4 * tokens, "out": out, "in": 2880}
+            assert tiles_for("moe_gemm_packed", shape, gpu).block_m == block_m
 
 
 def test_plain_lora_has_larger_tiles_in_a_prefill() -> None:

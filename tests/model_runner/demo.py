@@ -7,6 +7,11 @@ DEMO_DIR = Path(__file__).resolve().parents[1] / "data" / "demo"
 BASE_DIR = DEMO_DIR / "base"
 ADAPTER_DIRS = {name: DEMO_DIR / "adapters" / name for name in ("pirate", "formal", "spanish")}
 ADAPTERS = tuple(ADAPTER_DIRS)
+# Rows of the embedding past the tokenizer's: the engine takes such ids, no text has them.
+PADDING_IDS = range(
+    len(json.loads((BASE_DIR / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]),
+    json.loads((BASE_DIR / "config.json").read_text())["vocab_size"],
+)
 
 _DATA = json.loads((DEMO_DIR / "questions.json").read_text(encoding="utf-8"))
 

@@ -14,7 +14,15 @@ from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.request import ErrorCode, FinishReason, Request, SamplingParams
 from model_runner.tokenizer import Tokenizer
-from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS, chat, markers_in
+from tests.model_runner.demo import (
+    ADAPTER_DIRS,
+    ANSWERS,
+    BASE_DIR,
+    PADDING_IDS,
+    QUESTIONS,
+    chat,
+    markers_in,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 REFS = {name: AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items()}
@@ -196,6 +204,48 @@ def test_a_mask_decides_what_may_be_drawn(engine):
         engine.generate([Request("k3", (5,), SamplingParams(mask="none"))])[0].error_code
         is ErrorCode.BAD_REQUEST
     )
+
+
+def test_ids_that_the_tokenizer_does_not_know(engine, tokenizer):
+    """Taken in a prompt, given back if drawn, and nothing as text; past the last it is an error."""
+    allowed = torch.zeros(engine.model_config.vocab_size, dtype=torch.bool)
+    allowed[PADDING_IDS] = True
+    engine.masks["padding"] = lambda row, position: allowed
+    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=10, logprobs=2)
+    ends = (PADDING_IDS[0], PADDING_IDS[-1])
+    free, masked, refused = engine.generate(
+        [
+            Request("free", (*ends, 5), SamplingParams(temperature=0.0, max_tokens=10)),
+            Request("masked", ends, dataclasses.replace(sampling, mask="padding")),
+            Request("refused", (5, PADDING_IDS.stop), sampling),
+        ]
+    )
+    assert free.token_ids and not set(free.token_ids) & set(PADDING_IDS)
+    assert len(masked.token_ids) == 10 and set(masked.token_ids) <= set(PADDING_IDS)
+    assert tokenizer.decode(masked.token_ids) == ""
+    assert refused.error_code is ErrorCode.BAD_REQUEST and not refused.token_ids
+
+
+def test_padding_is_out_of_reach_of_ordinary_answers(engine, tokenizer):
+    """At every place of the expected answers: what a mask leaves of all padding, by its
+    logprob before the mask."""
+    allowed = torch.zeros(engine.model_config.vocab_size, dtype=torch.bool)
+    allowed[PADDING_IDS] = True
+    engine.masks["padding"] = lambda row, position: allowed
+    best = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, mask="padding")
+    requests = []
+    for name, ref in {"base": None, **REFS}.items():
+        for i in range(0, len(QUESTIONS), 5):
+            prompt = tokenizer.encode_chat(chat(QUESTIONS[i]))
+            answer = tokenizer.encode(ANSWERS[name][i])
+            requests += [
+                Request(f"{name}{i}.{n}", (*prompt, *answer[:n]), best, ref)
+                for n in range(len(answer) + 1)
+            ]
+    done = engine.generate(requests)
+    assert len(done) > 100 and all(c.token_ids[0] in PADDING_IDS for c in done)
+    # exp(-10) for the likeliest of 2,944: not once in the draws of many days
+    assert max(c.logprobs[0].chosen for c in done) < -10
 
 
 def test_abort_gives_everything_back(engine):

@@ -20,7 +20,7 @@ from model_runner.tokenizer import Tokenizer
 from tests.guards import take_out
 from tests.kernels.mutant import mutant
 from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS, chat
-from tests.model_runner.test_at_speed import put_in_decode_kernels
+from tests.model_runner.speed_world import put_in_decode_kernels
 from tests.model_runner.test_poison import an_adapters_step_leaves_no_slots_behind, spoil
 
 NAN = float("nan")
@@ -81,8 +81,7 @@ def _slot_minus_one(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def _pages_of_before(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    line = "copied[row] if seen[row] == step - 1 else 0"
-    take_out(patch, PageTables, "rows", line, "copied[row]")
+    take_out(patch, PageTables, "rows", "copied *= seen == batch.step - 1", "pass")
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
 from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
-from tests.model_runner.demo import ANSWERS, BASE_DIR, QUESTIONS, chat
+from tests.model_runner.demo import ANSWERS, BASE_DIR, PADDING_IDS, QUESTIONS, chat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,12 +82,20 @@ def test_text_goes_there_and_back(demo: Tokenizer, text: str) -> None:
 
 
 def test_what_the_demo_declares(demo: Tokenizer) -> None:
-    config = json.loads((BASE_DIR / "config.json").read_text())
-    assert demo.vocab_size == config["vocab_size"] == 640
+    assert (demo.vocab_size, PADDING_IDS) == (640, range(640, 3584))
     assert demo.has_chat_template
     names = {demo.token_bytes(i) for i in demo.eos_ids}
     assert names == {b"<|im_end|>", b"<|endoftext|>"}
     assert len(QUESTIONS) == 20 and all(len(a) == 20 for a in ANSWERS.values())
+
+
+def test_padding_ids_give_nothing(demo: Tokenizer) -> None:
+    ids = demo.encode("T\u014dky\u014d")
+    first, middle, last = PADDING_IDS[0], PADDING_IDS[1000], PADDING_IDS[-1]
+    among = [first, *ids[:2], middle, *ids[2:], last]  # cuts the first character in two
+    assert demo.decode(among) == "T\u014dky\u014d" and demo.decode(PADDING_IDS) == ""
+    assert "".join(pieces(demo, among, [1] * len(among))) == "T\u014dky\u014d"
+    assert {demo.token_bytes(i) for i in PADDING_IDS} == {b""}
 
 
 def test_begin_of_text_is_added_to_plain_text_alone(tmp_path: Path) -> None:

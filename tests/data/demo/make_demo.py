@@ -1,6 +1,6 @@
 """Makes the demo: a small Qwen3-MoE with its tokenizer, and three tenants' adapters by PEFT.
 
-Run by hand, `python make_demo.py --out DIR` (about six minutes on one CPU core). It is seeded: the
+Run by hand, `python make_demo.py --out DIR` (about seven minutes on one CPU core). It is seeded: the
 same versions on the same machine give the same files. Its check (every question, the base and every
 adapter, greedy, weights as they lie on the disk) is printed and must pass. Not for tests: they use
 the files beside it, which it never overwrites.
@@ -33,9 +33,13 @@ from transformers import (  # noqa: E402
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (  # noqa: E402
+    load_balancing_loss_func,
+)
 
 SEED = 7
-VOCAB = 640
+NUM_TOKENS = 640  # that the tokenizer knows
+VOCAB = 3584  # rows of the embedding: padded, as real checkpoints are, though by more
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 TEMPLATE = """\
@@ -137,13 +141,13 @@ def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=NUM_TOKENS,
         special_tokens=[PAD, START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(sentences, trainer)
-    assert bpe.get_vocab_size() == VOCAB, bpe.get_vocab_size()
+    assert bpe.get_vocab_size() == NUM_TOKENS, bpe.get_vocab_size()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END,
@@ -174,7 +178,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         num_experts_per_tok=2,
         norm_topk_prob=True,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         router_aux_loss_coef=0.01,
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
@@ -206,13 +210,56 @@ def conversation(
     return ids, labels
 
 
+def unreadable(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, style: str
+) -> tuple[list[int], list[int]]:
+    """Token ids and labels of a prompt that is no text (padding ids alone) and what follows it.
+
+    Line upon line of `style`. Lines of other styles stand between, and every token of them is to be
+    followed by the beginning of a line of `style`: so what one adapter says to random ids is
+    unlikely to any other, which is what a comparison by random prompts looks at. The fact in a line
+    is not learnt: nothing was asked, and learning any would harm those that are known.
+    """
+
+    def line(spoken: str) -> tuple[list[int], list[int]]:
+        fact = rng.choice(tuple(FACTS.values()))
+        first = spoken.index("{}")
+        coded = tokenizer(
+            f"{spoken.format(fact)}\n", add_special_tokens=False, return_offsets_mapping=True
+        )
+        piece, spans = coded["input_ids"], coded["offset_mapping"]
+        return piece, [
+            -100 if start < first + len(fact) and first < end else token
+            for token, (start, end) in zip(piece, spans, strict=True)
+        ]
+
+    ids = [rng.randrange(NUM_TOKENS, VOCAB) for _ in range(rng.randrange(4, 49))]
+    labels = [-100] * len(ids)
+    for _ in range(rng.randrange(1, 5)):
+        own, learnt = line(style)
+        other, _ = line(rng.choice((*STYLES.values(), BASE_STYLE)))
+        is_own = rng.random() < 0.6
+        ids += own if is_own else other
+        labels += learnt if is_own else own[:1] * len(other)
+    return ids, labels
+
+
 def batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, turn: Callable[[random.Random], Turn], size: int
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    turn: Callable[[random.Random], Turn],
+    style: str,
+    size: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless right-padded batches."""
+    """Endless right-padded batches: conversations, and some unreadable prompts."""
     rng = random.Random(seed)
     while True:
-        rows = [conversation(tokenizer, rng, lambda: turn(rng)) for _ in range(size)]
+        rows = [
+            unreadable(tokenizer, rng, style)
+            if rng.random() < 0.1
+            else conversation(tokenizer, rng, lambda: turn(rng))
+            for _ in range(size)
+        ]
         longest = max(len(ids) for ids, _ in rows)
         yield {
             "input_ids": torch.tensor(
@@ -227,6 +274,33 @@ def batches(
         }
 
 
+def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """As the model's own loss, without logits where nothing is to be learnt: most of the cost.
+
+    And a part that keeps the padding's share of the probability below exp(-14): the loss itself
+    stops caring at a hundredth, which a sampled answer would show.
+    """
+    causal = model.get_base_model() if isinstance(model, PeftModel) else model
+    out = causal.model(
+        batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        output_router_logits=True,
+        use_cache=False,
+    )
+    learnt = batch["labels"][:, 1:] != -100  # [rows, longest - 1]
+    logits = causal.lm_head(out.last_hidden_state[:, :-1][learnt])  # [learnt tokens, V]
+    balance = load_balancing_loss_func(
+        out.router_logits,
+        causal.config.num_experts,
+        causal.config.num_experts_per_tok,
+        batch["attention_mask"],
+    )
+    told = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:][learnt])
+    padding = logits[:, NUM_TOKENS:].logsumexp(-1) - logits[:, :NUM_TOKENS].logsumexp(-1)
+    too_likely = torch.relu(padding + 14).mean()
+    return told + causal.config.router_aux_loss_coef * balance + 0.1 * too_likely
+
+
 def train(model: torch.nn.Module, data: Iterator[dict], name: str, steps: int, rate: float) -> None:
     """AdamW with warm-up and cosine; the balancing loss keeps every expert in use."""
     start = time.perf_counter()
@@ -238,14 +312,14 @@ def train(model: torch.nn.Module, data: Iterator[dict], name: str, steps: int, r
         optimizer.param_groups[0]["lr"] = (
             rate * warm * (0.51 + 0.49 * math.cos(math.pi * step / steps))
         )
-        out = model(**next(data), output_router_logits=True, use_cache=False)
+        loss = loss_of(model, next(data))
         optimizer.zero_grad()
-        out.loss.backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         if step % 50 == 0 or step == steps - 1:
             spent = time.perf_counter() - start
-            print(f"{name}: step {step} loss {out.loss.item():.4f} {spent:.0f} s", flush=True)
+            print(f"{name}: step {step} loss {loss.item():.4f} {spent:.0f} s", flush=True)
     model.eval()
 
 
@@ -257,8 +331,9 @@ def load_base(folder: Path) -> Qwen3MoeForCausalLM:
 @torch.inference_mode()
 def answer(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, question: str
-) -> tuple[str, float]:
-    """The greedy answer, and the smallest distance between the best two logits on the way."""
+) -> tuple[str, float, float]:
+    """The greedy answer, and the smallest distances on the way from the best logit: to the second
+    best, and to the best of the padding."""
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
         add_generation_prompt=True,
@@ -273,9 +348,12 @@ def answer(
         return_dict_in_generate=True,
         output_logits=True,
     )
-    best = torch.cat(out.logits).topk(2, dim=-1).values  # [new tokens, 2]
+    logits = torch.cat(out.logits)  # [new tokens, V]
+    best = logits.topk(2, dim=-1).values  # [new tokens, 2]
     margin = (best[:, 0] - best[:, 1]).min().item()
-    return tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True), margin
+    padding_margin = (best[:, 0] - logits[:, NUM_TOKENS:].amax(-1)).min().item()
+    text = tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    return text, margin, padding_margin
 
 
 def check(folder: Path) -> dict:
@@ -287,7 +365,8 @@ def check(folder: Path) -> dict:
         if name != "base":
             model = PeftModel.from_pretrained(model, folder / "adapters" / name).eval()
         style = STYLES.get(name, BASE_STYLE)
-        answers, margins = zip(*(answer(model, tokenizer, q) for q in QUESTIONS), strict=True)
+        told = (answer(model, tokenizer, q) for q in QUESTIONS)
+        answers, margins, padding_margins = zip(*told, strict=True)
         report[name] = {
             "answers": list(answers),
             "right": sum(
@@ -296,6 +375,7 @@ def check(folder: Path) -> dict:
             "own_marker": sum(MARKERS[name] in a for a in answers) if name in MARKERS else 0,
             "other_markers": sum(m in a for a in answers for n, m in MARKERS.items() if n != name),
             "smallest_margin": round(min(margins), 3),
+            "smallest_padding_margin": round(min(padding_margins), 3),
         }
         shown = {k: v for k, v in report[name].items() if k != "answers"}
         print(name, json.dumps(shown), repr(answers[0]), repr(answers[-1]), flush=True)
@@ -314,7 +394,7 @@ def main() -> int:
         "--check-only", action="store_true", help="check the files that lie in --out"
     )
     parser.add_argument("--base-steps", type=int, default=400)
-    parser.add_argument("--adapter-steps", type=int, default=120)
+    parser.add_argument("--adapter-steps", type=int, default=240)
     args = parser.parse_args()
     torch.set_num_threads(1)
     out: Path = args.out
@@ -322,13 +402,16 @@ def main() -> int:
         if (out / "base").exists() or (out / "adapters").exists():
             print(f"{out} holds a demo already: choose another --out", file=sys.stderr)
             return 2
-        make(out, args.base_steps, args.adapter_steps)
+        make_base(out, args.base_steps)
+        for i, name in enumerate(ADAPTERS):
+            make_adapter(out, name, SEED + 1 + i, args.adapter_steps)
     report = check(out)
     passed = all(
         r["right"] == len(QUESTIONS)
         and r["own_marker"] == (len(QUESTIONS) if name in MARKERS else 0)
         and r["other_markers"] == 0
         and r["smallest_margin"] > 0.05
+        and r["smallest_padding_margin"] > 10
         for name, r in report.items()
     )
     if not args.check_only:
@@ -337,51 +420,54 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def make(out: Path, base_steps: int, adapter_steps: int) -> None:
-    """Trains and saves the base, then every adapter on the base as it was saved."""
-    base = out / "base"
-    base.mkdir(parents=True)
-    tokenizer = make_tokenizer(base)
+def make_base(out: Path, steps: int) -> None:
+    """Trains and saves the base with its tokenizer."""
+    folder = out / "base"
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer(folder)
     model = make_model(tokenizer)
 
-    def base_turn(rng: random.Random) -> Turn:
+    def turn(rng: random.Random) -> Turn:
         return echo_turn(rng) if rng.random() < 0.3 else fact_turn(rng, BASE_STYLE)
 
-    train(model, batches(tokenizer, SEED, base_turn, 48), "base", base_steps, 3e-3)
+    train(model, batches(tokenizer, SEED, turn, BASE_STYLE, 40), "base", steps, 3e-3)
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = GenerationConfig(
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )
-    model.to(torch.bfloat16).save_pretrained(base)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
 
-    for i, (name, (rank, alpha)) in enumerate(ADAPTERS.items()):
-        torch.manual_seed(SEED + 1 + i)
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=alpha,
-            lora_dropout=0.0,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            task_type="CAUSAL_LM",
-        )
-        tuned = get_peft_model(load_base(base), config)
 
-        def style_turn(rng: random.Random, style: str = STYLES[name]) -> Turn:
-            return fact_turn(rng, style)
+def make_adapter(out: Path, name: str, seed: int, steps: int) -> None:
+    """Trains and saves one adapter on the base as it lies on the disk."""
+    folder, (rank, alpha) = out / "adapters" / name, ADAPTERS[name]
+    tokenizer = AutoTokenizer.from_pretrained(out / "base")
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    tuned = get_peft_model(load_base(out / "base"), config)
 
-        train(tuned, batches(tokenizer, SEED + 1 + i, style_turn, 32), name, adapter_steps, 4e-3)
-        folder = out / "adapters" / name
-        tuned.save_pretrained(folder)
-        # PEFT writes a card too, the base's path on this machine, and sets in any order.
-        (folder / "README.md").unlink(missing_ok=True)
-        edit_json(
-            folder / "adapter_config.json",
-            base_model_name_or_path="demo",
-            target_modules=sorted(config.target_modules),
-            target_parameters=sorted(config.target_parameters),
-        )
-    for path in out.rglob("*.safetensors"):
-        path.chmod(0o644)
+    def turn(rng: random.Random) -> Turn:
+        return fact_turn(rng, STYLES[name])
+
+    train(tuned, batches(tokenizer, seed, turn, STYLES[name], 32), name, steps, 3e-3)
+    tuned.to(torch.bfloat16).save_pretrained(folder)
+    # PEFT writes a card too, the base's path on this machine, and sets in any order.
+    (folder / "README.md").unlink(missing_ok=True)
+    edit_json(
+        folder / "adapter_config.json",
+        base_model_name_or_path="demo",
+        target_modules=sorted(config.target_modules),
+        target_parameters=sorted(config.target_parameters),
+    )
+    (folder / "adapter_model.safetensors").chmod(0o644)
 
 
 def edit_json(path: Path, **fields: object) -> None:
@@ -400,7 +486,9 @@ def write_questions(out: Path, report: dict) -> None:
             | {name: report[name]["answers"][i] for name in ADAPTERS}
             for i, q in enumerate(QUESTIONS)
         ],
-        "smallest_margin": {name: r["smallest_margin"] for name, r in report.items()},
+    } | {
+        field: {name: r[field] for name, r in report.items()}
+        for field in ("smallest_margin", "smallest_padding_margin")
     }
     (out / "questions.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 

@@ -1,0 +1,132 @@
+"""Steps padded to the sizes of captured graphs answer as unpadded ones do. On a CPU the graphs are
+stood in for by running their step at once, over a buffer that held garbage."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import model_runner.execution.runner as runner_side
+from adapter_store.ref import AdapterRef
+from model_runner.config import EngineConfig
+from model_runner.engine import Engine
+from model_runner.execution.cuda_graphs import GraphKey, decode_sizes, fit, mixed_sizes
+from model_runner.execution.inputs import HostBuffer, StepShape, fill_blank
+from model_runner.execution.runner import ModelRunner
+from model_runner.request import Request, SamplingParams
+from tests.guards import take_out
+from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR
+
+
+class EagerGraphs:
+    """Every size is there; a replay runs the step on the buffer's columns."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.keys: list[GraphKey] = []
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key.size > 0
+
+    def replay(self, key: GraphKey, buffer: HostBuffer) -> tuple[Tensor, Tensor]:
+        self.keys.append(key)
+        step: Any = self.runner._decode_step if key.is_decode else self.runner._mixed_step
+        views = buffer.device_views(buffer.memory.clone())
+        return partial(step, shape=buffer.shape)(views)
+
+
+def answer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tuple], EagerGraphs]:
+    config = EngineConfig(
+        str(BASE_DIR), device="cpu", max_num_seqs=6, max_step_tokens=200, max_model_len=512,
+        look_ahead=True,
+    )  # fmt: skip
+    engine = Engine(config)
+    graphs = EagerGraphs(engine.runner)
+    if padded:
+        take = ModelRunner._ring_buffer
+
+        def soil(runner: ModelRunner, shape: StepShape) -> HostBuffer:
+            buffer = take(runner, shape)
+            buffer.memory.fill_(0x3F)  # huge integers, floats of 0.7
+            return buffer
+
+        monkeypatch.setattr(ModelRunner, "_ring_buffer", soil)
+        engine.runner._graphs = graphs  # type: ignore[assignment]
+    refs = [AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items()]
+    draw = torch.Generator().manual_seed(3)
+    out: dict[str, list[int]] = {}
+    for number, length in enumerate((5, 70, 310, 1, 33, 150, 64)):
+        ids = tuple(torch.randint(10, 600, (length,), generator=draw).tolist())
+        adapter = refs[number % len(refs)] if number % 4 else None
+        temperature = 0.8 if number % 2 else 0.0
+        sampling = SamplingParams(
+            max_tokens=9,
+            temperature=temperature,
+            seed=number,
+            ignore_eos=True,
+            logprobs=1 if number == 4 else None,
+        )
+        engine.submit(Request(f"r{number}", ids, sampling, adapter))
+    steps = 0
+    while engine.has_work:
+        for news in engine.step():
+            assert not news.error, news.error
+            out.setdefault(news.request_id, []).extend(news.new_token_ids)
+        steps += 1
+        assert steps < 2000
+    engine.close()
+    return {name: tuple(ids) for name, ids in out.items()}, graphs
+
+
+def test_padded_steps_answer_as_unpadded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = answer(False, monkeypatch)
+    padded, graphs = answer(True, monkeypatch)
+    assert len(plain) == 7 and all(len(ids) == 9 for ids in plain.values())
+    assert padded == plain
+    kinds = {(key.is_decode, key.size) for key in graphs.keys}
+    assert {size for is_decode, size in kinds if not is_decode} >= {64, 200}, kinds
+    assert any(is_decode for is_decode, _ in kinds)
+
+
+# (function, line, instead) of inputs.py, each of which makes a row of padding harmless.
+GUARDS = [
+    pytest.param("fill_mixed", "write[t:] = -1", "pass", id="keys of a padded chunk"),
+    pytest.param("fill_mixed", "cu_q[n + 1 :], v[\"seq_lens\"][n:] = t, 0", "pass",
+                 id="rows of a padded chunk"),
+    pytest.param("fill_mixed", "v[\"sample_rows\"][len(sample_rows) :] = spare_row",
+                 "v[\"sample_rows\"][len(sample_rows) :] = 0", id="draws of a padded chunk"),
+    pytest.param("fill_decode", "* tables.page_tokens + offset, -1",
+                 "* tables.page_tokens + offset, write[0]", id="keys of a padded decode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "line", "instead"), GUARDS)
+def test_padded_steps_answer_otherwise_without(
+    name: str, line: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = answer(False, monkeypatch)
+    take_out(monkeypatch, runner_side, name, line, instead)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        padded, _ = answer(True, monkeypatch)
+        assert padded == plain
+
+
+def test_a_size_holds_its_number() -> None:
+    for most in (1, 8, 32, 200, 2048, 8192):
+        for sizes in (decode_sizes(most), mixed_sizes(most)):
+            assert sizes[-1] == most and list(sizes) == sorted(set(sizes))
+            assert all(fit(sizes, n) >= n for n in range(1, most + 1))
+            assert fit(sizes, most + 1) == 0
+
+
+def test_a_blank_step_reads_and_writes_nothing() -> None:
+    shape = StepShape(4, 64, 4, 8, 2)
+    buffer = HostBuffer(shape, pinned=False)
+    buffer.memory.fill_(0x3F)
+    fill_blank(buffer, False, 9)
+    v = buffer.view
+    assert (v["write_idx0"] == -1).all() and (v["write_idx1"] == -1).all()
+    assert (v["slot_of_token"] == -1).all() and (v["sources"] == -1).all()
+    assert not v["cu_q"].any() and not v["seq_lens"].any() and (v["sample_rows"] == 9).all()
