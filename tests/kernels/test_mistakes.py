@@ -152,10 +152,11 @@ def places(k: SimpleNamespace, device: str) -> None:
 
 def sums(k: SimpleNamespace, device: str) -> None:
     """The norm behind the experts adds the rows t·K + k of token t."""
-    x = torch.randn(5 * K, 37, generator=torch.Generator().manual_seed(0))  # [T·K, H]
+    more = torch.randn(20 * K, 37, generator=torch.Generator().manual_seed(0)).to(device)
+    x = more[: 5 * K]  # [T·K, H]
     residual = torch.zeros(5, 37, device=device)  # [T, H]
-    k.norm.add_rms_norm(x.to(device), residual, torch.ones(37, device=device), 1e-5)
-    assert torch.allclose(residual.cpu(), x.view(5, K, 37).sum(1), rtol=1e-6, atol=1e-6)
+    k.norm.add_rms_norm(x, residual, torch.ones(37, device=device), 1e-5)
+    assert torch.allclose(residual, x.view(5, K, 37).sum(1), rtol=1e-6, atol=1e-6)
 
 
 def products(k: SimpleNamespace, device: str) -> None:

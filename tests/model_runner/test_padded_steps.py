@@ -91,12 +91,13 @@ def test_padded_steps_answer_as_unpadded_ones(monkeypatch: pytest.MonkeyPatch) -
 
 
 # (function, line, instead) of inputs.py, each of which makes a row of padding harmless.
+SPARE = 'v["sample_rows"][len(sample_rows) :] = spare_row'
 GUARDS = [
     pytest.param("fill_mixed", "write[t:] = -1", "pass", id="keys of a padded chunk"),
-    pytest.param("fill_mixed", "cu_q[n + 1 :], v[\"seq_lens\"][n:] = t, 0", "pass",
+    pytest.param("fill_mixed", 'cu_q[n + 1 :], v["seq_lens"][n:] = t, 0', "pass",
                  id="rows of a padded chunk"),
-    pytest.param("fill_mixed", "v[\"sample_rows\"][len(sample_rows) :] = spare_row",
-                 "v[\"sample_rows\"][len(sample_rows) :] = 0", id="draws of a padded chunk"),
+    pytest.param("fill_mixed", SPARE, SPARE.replace("spare_row", "[0, *sample_rows][-1]"),
+                 id="draws of a padded chunk"),
     pytest.param("fill_decode", "* tables.page_tokens + offset, -1",
                  "* tables.page_tokens + offset, write[0]", id="keys of a padded decode"),
 ]  # fmt: skip

@@ -93,11 +93,15 @@ def test_poison_is_felt_without(guard, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_no_step_leaves_its_slots_to_the_next(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("fill_decode", '("slot_of_token", batch.slots, -1),'),
+     ("fill_mixed", 'v["slot_of_token"][:t] = slots')],
+)  # fmt: skip
+def test_no_step_leaves_its_slots_to_the_next(name, line, monkeypatch) -> None:
     """The host buffers of a graph are used in turn, three of a size."""
     fields = {"device": "cuda", "max_step_tokens": 64, "max_num_seqs": 4}
     an_adapters_step_leaves_no_slots_behind(NAN, **fields)
-    line = '("slot_of_token", batch.slots, -1),'
-    take_out(monkeypatch, runner_side, "fill_decode", line, "")
+    take_out(monkeypatch, runner_side, name, line, "")
     with pytest.raises(AssertionError):
         an_adapters_step_leaves_no_slots_behind(NAN, **fields)
