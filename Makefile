@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A Ray of this machine alone: on 127.0.0.1 (whatever the name says), workers at normal priority.
 LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-interp test-gpu test-full fmt check bench tune bench-engine
+.PHONY: help setup demo serve test test-interp test-gpu memcheck test-full fmt check bench tune bench-engine
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
 
 test-gpu: $(READY) ## what needs a CUDA device
 	$(PYTEST) -m "gpu or multigpu"
+
+memcheck: $(READY) ## the kernels and an engine under compute-sanitizer (needs a GPU)
+	@$(BIN)/python -m tests.memcheck
 
 test-full: $(READY) ## every test there is; those without their device are skipped
 	$(PYTEST) --timeout 900

@@ -42,12 +42,12 @@ def disassemble(spec: AotSpec) -> str:
     return _ask("nvdisasm", ["-c"], _compile(spec).asm["cubin"])
 
 
-def compile_ptx(spec: AotSpec) -> str:
-    """The PTX of one specification."""
-    return str(_compile(spec).asm["ptx"])
+def compile_ptx(spec: AotSpec, capability: int = 90) -> str:
+    """The PTX of one specification for a compute capability (80 = sm_80)."""
+    return str(_compile(spec, GPUTarget("cuda", capability, 32)).asm["ptx"])
 
 
-def _compile(spec: AotSpec) -> Any:
+def _compile(spec: AotSpec, target: GPUTarget = TARGET) -> Any:
     """What Triton compiles.
 
     A type may end in ":16": a multiple of 16, which Triton finds out by itself at a launch.
@@ -75,7 +75,7 @@ def _compile(spec: AotSpec) -> Any:
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
     if spec.max_registers:
         options["maxnreg"] = spec.max_registers
-    return triton.compile(source, target=TARGET, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def _read_usage(cubin: bytes, shared_bytes: int) -> Usage:

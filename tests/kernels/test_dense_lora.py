@@ -1,15 +1,21 @@
 """LoRA on plain linears and embeddings: against dense deltas in fp64; nobody feels another slot."""
 
 import dataclasses
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.dense_lora import dense_lora, dense_lora_multi, embedding_lora
+import kernels.dense_lora as own
+import kernels.moe_gate
+from kernels.dense_lora import dense_lora, dense_lora_multi
 from kernels.fused_moe_lora import random_tables
 from kernels.lora_tables import LoraTables
 from kernels.moe_gate import build_worklist
+from tests.guards import take_out
+from tests.kernels.mutant import mutant
 
 both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])
 IN, OUTS, RANKS = 37, (40, 24, 17), [4, 16, 0, 8]
@@ -111,24 +117,51 @@ def test_nobody_feels_another_slot(form: str, value: float) -> None:
     assert torch.equal(results[0][slots < 0], whole[slots < 0])
 
 
-@both
-def test_an_embedding_gets_the_column_of_its_token(form: str) -> None:
+def test_a_base_row_without_its_guard_gets_the_last_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = "if 0 <= s < num_slots", "if s < num_slots"
+    take_out(monkeypatch, kernels.moe_gate, "slot_groups", line, instead)
+    with pytest.raises(AssertionError, match="bits of a row without adapter"):
+        test_a_column_slice_gets_its_delta("torch", True, False)
+
+
+def embeddings_hold(module: ModuleType) -> None:
+    """Each token gets the column of its id; ids outside the table, and slots outside, get nothing.
+    Between the factors lies NaN."""
     vocab, hidden = 29, 300
-    tables = random_tables([(1, vocab, hidden)], RANKS, 16, "cpu", torch.float32, 2)
+    tables = random_tables([(1, vocab, hidden)] * 2, RANKS, 16, "cpu", torch.float32, 2)
     token_ids = torch.tensor([0, 28, 5, 5, 7, 1, 0, 2, 28])
     y = torch.randn(len(SLOTS), hidden, generator=torch.Generator().manual_seed(3))
-    got = y.clone()
-    embedding_lora(got, token_ids, tables, 0, SLOTS, vocab)
-    rows_hold(got, y, torch.eye(vocab)[token_ids], SLOTS, tables, 0)
+    for target in (0, 1):
+        got = y.clone()
+        module.embedding_lora(got, token_ids, tables, target, SLOTS, vocab)
+        rows_hold(got, y, torch.eye(vocab)[token_ids], SLOTS, tables, target)
+    slots = torch.ones(3, dtype=torch.int32)
+    got = torch.zeros(3, hidden)
+    module.embedding_lora(got, torch.tensor([vocab, -1, 7]), tables, 1, slots, vocab)
+    assert not got[:2].any() and got[2].any()
 
 
 @both
-def test_a_token_outside_the_table_gets_nothing(form: str) -> None:
-    tables = random_tables([(1, 8, 16)], [8], 8, "cpu", torch.float32, 2)
-    slots = torch.zeros(3, dtype=torch.int32)
-    y = torch.zeros(3, 16)
-    embedding_lora(y, torch.tensor([8, -1, 7]), tables, 0, slots, 8)
-    assert not y[:2].any() and y[2].any()
+def test_an_embedding_gets_the_column_of_its_token(form: str) -> None:
+    embeddings_hold(own)
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize(
+    "guard",
+    [
+        pytest.param("mask=r_live, other", id="rank lanes of A"),
+        pytest.param("(slot < 0) | ", id="base rows"),
+        pytest.param("| (slot >= num_slots)", id="slots of elsewhere"),
+        pytest.param("| (token_id < 0)", id="ids below the table"),
+        pytest.param("| (token_id >= num_embeddings)", id="ids above the table"),
+    ],
+)
+def test_embeddings_without_a_guard_fail(guard: str, tmp_path: Path) -> None:
+    instead = "mask=r >= 0, other" if guard.startswith("mask") else ""
+    bad = mutant("dense_lora", {guard: instead}, tmp_path)
+    with pytest.raises(AssertionError):
+        embeddings_hold(bad)
 
 
 @both

@@ -33,16 +33,21 @@ def run(
     )
 
 
-def rows_hold(module: ModuleType, tiles: DecodeTiles = SMALL, kind: str = "gpt_oss") -> None:
+def rows_hold(
+    module: ModuleType, tiles: DecodeTiles = SMALL, kind: str = "gpt_oss", device: str = "cpu"
+) -> None:
     """Every row is the activation of gate_up with its owner's delta; base rows to the bit."""
-    tables, num_tokens = tables_of(), 9
+    tables, num_tokens = tables_of(device=device), 9
     for target in (0, 1):
-        b = batch(num_tokens, False)
+        b = batch(num_tokens, False, device=device)
         b["ids"][-1, 0], b["ids"][1, 1] = -1, E
         before = b["y"].clone()
         got = run(module, tables, target, b, tiles, kind)
         assert torch.equal(b["y"], before), "gate_up is left alone"
         base = gated_act(b["y"], kind)
+        if device != "cpu":  # there another kernel may join other products and sums
+            bare = b | {"slots": torch.full_like(b["slots"], -1)}
+            base = run(own, tables, target, bare, tiles, kind)
         for pair in range(num_tokens * K):
             slot, expert = int(b["slots"][pair // K]), int(b["ids"].flatten()[pair])
             delta = dense_delta(tables, target, slot, expert) if expert < E else None

@@ -80,6 +80,7 @@ def check_worklist(
     work: Worklist, ids: Tensor | None, slots: Tensor | None, num_experts: int, num_slots: int
 ) -> None:
     """The definition: every row that belongs to somebody lies in one segment of its own group."""
+    ids, slots = (None if x is None else x.cpu() for x in (ids, slots))
     top_k = 1 if ids is None else ids.shape[1]
     num_rows = ids.numel() if ids is not None else len(slots if slots is not None else ())
     groups: dict[tuple[int, int], list[int]] = {}
@@ -109,12 +110,12 @@ def check_worklist(
         assert after == first + count and ((a, b) != (c, d) or count == work.block_m)
 
 
-def worklists_hold(module: ModuleType, sizes: tuple[int, ...]) -> None:
+def worklists_hold(module: ModuleType, sizes: tuple[int, ...], device: str = "cpu") -> None:
     for num_tokens in sizes:
         g = torch.Generator().manual_seed(num_tokens)
         # Ids from -1 (another rank's) to E (a shared expert's); slots from -1 (base) to L (none).
-        ids = torch.randint(-1, 6, (num_tokens, 2), generator=g).int()
-        slots = torch.randint(-1, 4, (num_tokens,), generator=g).int()
+        ids = torch.randint(-1, 6, (num_tokens, 2), generator=g).int().to(device)
+        slots = torch.randint(-1, 4, (num_tokens,), generator=g).int().to(device)
         for args in ((ids, None, 5, 0), (None, slots, 1, 3), (ids, slots, 5, 3)):
             check_worklist(module.build_worklist(*args, 4), *args)
 
@@ -123,33 +124,6 @@ def worklists_hold(module: ModuleType, sizes: tuple[int, ...]) -> None:
 def test_worklist_is_its_definition(form: str) -> None:
     # 64 tokens are the last that one program sorts; 150 are too many for lists on a CPU.
     worklists_hold(own, (0, 1, 64, 65) if form == "triton" else (0, 1, 5, 64, 150))
-
-
-# What a broken kernel writes past the end must hurt nobody else in this process.
-ROOM = {
-    "some.new_empty(num_rows, dtype=torch.int32)": (
-        "some.new_empty(num_rows + 9999, dtype=torch.int32)[:num_rows]"
-    ),
-    "some.new_empty(num_segments, 4, dtype=torch.int32)": (
-        "some.new_empty(num_segments + 999, 4, dtype=torch.int32)[:num_segments]"
-    ),
-}
-
-
-@pytest.mark.interp
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pytest.param("other=-1)", "other=0)", id="1_past_the_end_is_token_0"),
-        pytest.param("(slot >= 0) & ", "", id="2_base_rows_enter"),
-        pytest.param("(expert >= 0) & ", "", id="6_expert_-1_is_the_slot_before"),
-        pytest.param("(expert < num_experts) & ", "", id="6_expert_E_is_the_slot_after"),
-    ],
-)
-def test_worklist_with_a_guard_reversed_fails(old: str, new: str, tmp_path: Path) -> None:
-    bad = mutant("moe_gate", ROOM | {old: new}, tmp_path)
-    with pytest.raises(AssertionError):
-        worklists_hold(bad, (5,))
 
 
 @both

@@ -33,17 +33,17 @@ ROOM = {
 }
 
 
-def routes_hold(module: ModuleType) -> None:
+def routes_hold(module: ModuleType, device: str = "cpu") -> None:
     for num_tokens, num_experts, top_k, block_m in SIZES:
         g = torch.Generator().manual_seed(num_tokens)
         logits = torch.randn(num_tokens, num_experts, generator=g)
         if num_tokens > 6:
             logits[0], logits[1, 2], logits[2, :4], logits[3], logits[4] = NAN, NAN, NAN, INF, -INF
             logits[5] = torch.tensor([0.0, -0.0, 0.0, -0.0, -1.0]).repeat(7)[:num_experts]
-        weights, ids, work = module.moe_route(logits, top_k, True, block_m)
+        weights, ids, work = module.moe_route(logits.to(device), top_k, True, block_m)
         want = own.moe_gate_reference(logits, top_k, True)
-        assert torch.equal(ids, want[1])
-        torch.testing.assert_close(weights, want[0], rtol=1e-6, atol=1e-7, equal_nan=True)
+        assert torch.equal(ids.cpu(), want[1])
+        torch.testing.assert_close(weights.cpu(), want[0], rtol=1e-6, atol=1e-7, equal_nan=True)
         check_worklist(work, ids, None, num_experts, 0)
         capacity = own.segment_capacity(num_tokens * top_k, num_experts, block_m)
         assert len(work.segments) == capacity and work.block_m == block_m

@@ -23,7 +23,11 @@ from tests.kernels.test_paged_attention import plain
 NAN = float("nan")
 POISON = [NAN, 1e4, -1e4]
 LARGE = [NAN, 1e4]
-both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])
+INTERP = pytest.param("triton", marks=pytest.mark.interp)
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+every = pytest.mark.parametrize("form", ["torch", INTERP, GPU])
+compiled = pytest.mark.parametrize("form", [INTERP, GPU])
+DEVICES = {"torch": "cpu", "triton": "cpu", "gpu": "cuda"}
 
 DECODE: Rows = ((1, 300), (1, 70), (0, 0), (1, 3), (1, 0))
 SPLIT: Rows = ((1, 300), (1, 70))  # so few that their keys are split
@@ -31,25 +35,26 @@ CHUNKS: Rows = ((1, 40), (20, 45), (3, 0), (5, 61))
 WINDOWED: Rows = ((1, 150), (1, 30), (24, 60), (2, 9))
 
 
-def batch(rows: Rows, window: int, poison: float) -> Inputs:
+def batch(rows: Rows, window: int, poison: float, device: str = "cpu") -> Inputs:
     """Eight tokens of no row at the end: a guard that is out writes there, not past the tensor."""
     case = make_case("guards", rows, 6, 2, 16, window=window, spare=8, poison=poison, max_len=1024)
-    return case.make("cpu", torch.float32, 0)
+    return case.make(device, torch.float32, 0)
 
 
-def rows_hold(rows: Rows, window: int, poison: float) -> None:
+def rows_hold(rows: Rows, window: int, poison: float, device: str = "cpu") -> None:
     """Everything that no row may see is poison: the batch gives what its definition gives."""
-    inputs = batch(rows, window, poison)
-    got, want = paged_attention(**inputs), plain(inputs)
+    inputs = batch(rows, window, poison, device)
+    got = paged_attention(**inputs).cpu()
+    want = plain({k: x.cpu() if isinstance(x, Tensor) else x for k, x in inputs.items()})
     # 2e-4: the largest poison leaves that much of its rounding in no correct sum, 1e4 far more.
     assert torch.allclose(got.double(), want, rtol=1e-4, atol=2e-4)
 
 
-def others_hold(row: int, poison: float) -> None:
+def others_hold(row: int, poison: float, device: str = "cpu") -> None:
     """The pages of all other rows are poison, and the places of the table past the row's own end
     name them: this row's answer keeps every bit."""
     rows: Rows = ((1, 300), (1, 70), (7, 40), (1, 33))
-    inputs = batch(rows, 0, 0.0)
+    inputs = batch(rows, 0, 0.0, device)
     mine = paged_attention(**inputs)
     foreign = _spoil_others(inputs, row, poison)
     assert foreign > 0
@@ -68,23 +73,24 @@ def _spoil_others(inputs: Inputs, row: int, poison: float) -> int:
     others = [p for p in range(inputs["k_cache"].shape[0]) if p not in own]
     inputs["k_cache"][others] = poison
     inputs["v_cache"][others] = poison
-    table[row, num_own:] = torch.tensor(others).repeat(table.shape[1])[: table.shape[1] - num_own]
+    rest = torch.tensor(others).repeat(table.shape[1])[: table.shape[1] - num_own]
+    table[row, num_own:] = rest.to(table)
     return len(others)
 
 
-@both
+@every
 @pytest.mark.parametrize("poison", POISON)
 def test_nothing_unseen_is_felt(form: str, poison: float) -> None:
     shapes = ((DECODE, 0), (SPLIT, 0), (CHUNKS, 0), (WINDOWED, 6), (WINDOWED, 17))
     for rows, window in shapes:
-        rows_hold(rows, window, poison)
+        rows_hold(rows, window, poison, DEVICES[form])
 
 
-@both
+@every
 @pytest.mark.parametrize("poison", POISON)
 def test_pages_of_other_rows_are_not_felt(form: str, poison: float) -> None:
     for row in (1, 2) if form == "triton" else range(4):
-        others_hold(row, poison)
+        others_hold(row, poison, DEVICES[form])
 
 
 # (function, line, instead, rows, window, poisons that find it). A weight of zero times 1e4 is zero,
@@ -169,73 +175,74 @@ def _put_in(patch: pytest.MonkeyPatch, line: str, instead: str, folder: Path) ->
     patch.setattr(attention, "prefill", changed.prefill)
 
 
-@pytest.mark.interp
+@compiled
 @pytest.mark.parametrize(("line", "instead", "rows", "window", "poisons"), TRITON_GUARDS)
 def test_the_kernels_fail_without(
-    line: str, instead: str, rows: Rows, window: int, poisons: list[float],
+    form: str, line: str, instead: str, rows: Rows, window: int, poisons: list[float],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # Memory that nobody wrote holds NaN here, as it may on a GPU.
     monkeypatch.setattr(torch, "empty", _spoiled(torch.empty))
-    rows_hold(rows, window, NAN)
+    rows_hold(rows, window, NAN, DEVICES[form])
     for poison in poisons:
         with monkeypatch.context() as patch:
             _put_in(patch, line, instead, tmp_path)
             with pytest.raises(AssertionError):
-                rows_hold(rows, window, poison)
+                rows_hold(rows, window, poison, DEVICES[form])
 
 
-@both
+@every
 def test_pages_of_others_are_felt_when_the_guard_is_out(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if form == "triton":
+    if form != "torch":
         _put_in(monkeypatch, "    live = pos < end\n", "    live = pos >= 0\n", tmp_path)
     else:
         guard = "place.gather(1, torch.minimum(at, last))"
         instead = "place.gather(1, at.clamp(max=place.shape[1] - 1))"
         take_out(monkeypatch, attention, "_attend_single", guard, instead)
     with pytest.raises(AssertionError):
-        others_hold(1, NAN)
+        others_hold(1, NAN, DEVICES[form])
 
 
-def padding_writes_nowhere(poison: float) -> None:
+def padding_writes_nowhere(poison: float, device: str) -> None:
     """Tokens of index -1 bring poison: no place of the cache changes but the one that was named.
 
     The cache is the inside of a larger tensor, so that a write before its first place is seen.
     """
     num_heads, dim, page = 2, 8, 4
-    whole = torch.zeros(2, 5, page, num_heads, dim)  # [k and v, P + 2, C, G, D]
+    whole = torch.zeros(2, 5, page, num_heads, dim, device=device)  # [k and v, P + 2, C, G, D]
     k_cache, v_cache = whole[0, 1:4], whole[1, 1:4]  # [P, C, G, D] twice
-    k = torch.full((3, num_heads, dim), poison)  # [T, G, D]
-    v = torch.full((3, num_heads, dim), poison)  # [T, G, D]
+    k = torch.full((3, num_heads, dim), poison, device=device)  # [T, G, D]
+    v = torch.full((3, num_heads, dim), poison, device=device)  # [T, G, D]
     k[1], v[1] = 1.0, 2.0
     still = torch.tensor([[1.0, 0.0]]).repeat_interleave(dim // 2, 1)  # [1, D]: cos, then sin
     positions, write_idx = torch.zeros(3, dtype=torch.int64), torch.tensor([-1, 6, -1])
+    still, positions, write_idx = (x.to(device) for x in (still, positions, write_idx))
     kv_side.rope_kv_write(k.clone(), k, v, still, positions, k_cache, v_cache, write_idx)
     want: Tensor = torch.zeros_like(whole)
     want[0, 2, 2], want[1, 2, 2] = 1.0, 2.0  # place 6 of pages of 4: the second page
     assert torch.equal(whole, want)
 
 
-@both
+@every
 @pytest.mark.parametrize("poison", POISON)
 def test_padding_writes_nowhere(form: str, poison: float) -> None:
-    padding_writes_nowhere(poison)
+    padding_writes_nowhere(poison, DEVICES[form])
 
 
-@both
+@every
 @pytest.mark.parametrize("poison", POISON)
 def test_padding_writes_somewhere_without_its_guard(
     form: str, poison: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if form == "triton":
+    if form != "torch":
         bad = mutant("rope_kv", {"    elif place >= 0:": "    elif place >= -1:"}, tmp_path)
         monkeypatch.setattr(kv_side, "rope_kv_write", bad.rope_kv_write)
         with pytest.raises(AssertionError):
-            padding_writes_nowhere(poison)
+            padding_writes_nowhere(poison, DEVICES[form])
         return
     line = "kept = (write_idx >= 0).nonzero().squeeze(1)"
     take_out(monkeypatch, kv_side, "rope_kv_write_reference", line, line.replace(">= 0", ">= -1"))
     with pytest.raises((AssertionError, IndexError)):  # torch itself refuses the index
-        padding_writes_nowhere(poison)
+        padding_writes_nowhere(poison, DEVICES[form])

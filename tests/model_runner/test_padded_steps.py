@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import model_runner.execution.runner as runner_side
 from adapter_store.ref import AdapterRef
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
@@ -15,6 +16,7 @@ from model_runner.execution.cuda_graphs import GraphKey, decode_sizes, fit, mixe
 from model_runner.execution.inputs import HostBuffer, StepShape, fill_blank
 from model_runner.execution.runner import ModelRunner
 from model_runner.request import Request, SamplingParams
+from tests.guards import take_out
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR
 
 
@@ -37,8 +39,9 @@ class EagerGraphs:
 
 def answer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tuple], EagerGraphs]:
     config = EngineConfig(
-        str(BASE_DIR), device="cpu", max_num_seqs=6, max_step_tokens=200, max_model_len=512
-    )
+        str(BASE_DIR), device="cpu", max_num_seqs=6, max_step_tokens=200, max_model_len=512,
+        look_ahead=True,
+    )  # fmt: skip
     engine = Engine(config)
     graphs = EagerGraphs(engine.runner)
     if padded:
@@ -85,6 +88,30 @@ def test_padded_steps_answer_as_unpadded_ones(monkeypatch: pytest.MonkeyPatch) -
     kinds = {(key.is_decode, key.size) for key in graphs.keys}
     assert {size for is_decode, size in kinds if not is_decode} >= {64, 200}, kinds
     assert any(is_decode for is_decode, _ in kinds)
+
+
+# (function, line, instead) of inputs.py, each of which makes a row of padding harmless.
+SPARE = 'v["sample_rows"][len(sample_rows) :] = spare_row'
+GUARDS = [
+    pytest.param("fill_mixed", "write[t:] = -1", "pass", id="keys of a padded chunk"),
+    pytest.param("fill_mixed", 'cu_q[n + 1 :], v["seq_lens"][n:] = t, 0', "pass",
+                 id="rows of a padded chunk"),
+    pytest.param("fill_mixed", SPARE, SPARE.replace("spare_row", "[0, *sample_rows][-1]"),
+                 id="draws of a padded chunk"),
+    pytest.param("fill_decode", "* tables.page_tokens + offset, -1",
+                 "* tables.page_tokens + offset, write[0]", id="keys of a padded decode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "line", "instead"), GUARDS)
+def test_padded_steps_answer_otherwise_without(
+    name: str, line: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = answer(False, monkeypatch)
+    take_out(monkeypatch, runner_side, name, line, instead)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        padded, _ = answer(True, monkeypatch)
+        assert padded == plain
 
 
 def test_a_size_holds_its_number() -> None:
