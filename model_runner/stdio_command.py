@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import queue
+import sys
 import threading
 import time
 from typing import IO, Any
@@ -48,6 +49,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Serve until {"cmd": "quit"} or the end of stdin."""
     use_reference_kernels(args.kernels == "reference")
+    # Threads that read requests or load adapters must not wait 5 ms, Python's default, for a turn.
+    sys.setswitchinterval(5e-5)
     out = _take_stdout()
     started = time.perf_counter()
     refs = read_adapters(args.adapters)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -93,8 +94,17 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
         for path in sorted((ROOT / room).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = (path, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+            found[name] = (path, parse(path))
     return found
+
+
+def parse(path: Path) -> ast.Module:
+    """The file's tree. CPython 3.11's parser gives up now and then when another thread parses at
+    the same time (SystemError, github.com/python/cpython/issues/106905): then once more."""
+    for _ in range(9):
+        with suppress(SystemError):
+            return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 @cache
