@@ -5,7 +5,6 @@ What happens between a body and the engine is in frontend.py.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
@@ -24,12 +23,11 @@ from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS, ApiError
 from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
-from deployments.placement.view import Place, Placement
+from deployments.placement.view import Place
+from deployments.router_link import RouterLink
 from deployments.tenants import TenantConfig
 from model_runner import request as engine_request
 
-SYNC_PERIOD_S = 1.0
-_METRICS_MAX_AGE_S = 1.0
 _TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
@@ -255,56 +253,6 @@ def _failed(
         error_code=code,
         error=words,
     )
-
-
-class RouterLink:
-    """An ingress' line to the router: counts go there, the map comes back.
-
-    Without it the last map holds.
-    """
-
-    def __init__(self, frontend: Frontend, router: DeploymentHandle) -> None:
-        self._frontend = frontend
-        self._router = router
-        self._rendered = b""
-        self._rendered_at_s = float("-inf")
-        self._turn = asyncio.Lock()
-
-    async def run(self) -> None:
-        """Sync for ever."""
-        while True:
-            with suppress(*_TROUBLE):
-                await self.sync()
-            await asyncio.sleep(SYNC_PERIOD_S)
-
-    async def sync(self) -> None:
-        """Send what was counted, take the map. What could not be sent goes with the next one."""
-        frontend = self._frontend
-        delta, tokens = frontend.log.drain(), dict(frontend.traffic)
-        frontend.traffic.clear()
-        try:
-            version = frontend.placement.version
-            placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
-        except _TROUBLE:
-            frontend.log.merge(delta)
-            frontend.traffic.update(tokens)
-            raise
-        if placement is not None:
-            frontend.placement = placement
-
-    async def metrics(self) -> bytes:
-        async with self._turn:
-            if time.monotonic() - self._rendered_at_s > _METRICS_MAX_AGE_S:
-                await self.sync()
-                self._rendered = await self._router.metrics.remote()
-                self._rendered_at_s = time.monotonic()
-        return self._rendered
-
-    async def missing(self) -> list[str]:
-        with suppress(*_TROUBLE):
-            await self.sync()
-        seats = self._frontend.placement.seats
-        return [model.name for model in self._frontend.config.models if not seats.get(model.name)]
 
 
 @serve.ingress()

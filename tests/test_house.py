@@ -59,6 +59,7 @@ LAW = {
     "deployments.openai_schema": f"{_FACE} pydantic",
     "deployments.application": f"{_FACE} ray pydantic",
     "deployments.router": f"{_FACE} ray",
+    "deployments.router_link": f"{_FACE} ray",
     "deployments.request_router": f"{_FACE} ray",
     "deployments.adapter_actor": f"{_FACE} ray adapter_store",
     "deployments.replica": f"{_FACE} ray adapter_store model_runner",

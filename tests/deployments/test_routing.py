@@ -3,6 +3,7 @@
 No cluster: Ray's parts are stood in for.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from deployments.ingress import ReplicaBackend, RouterLink
+from deployments import router_link
+from deployments.api_errors import ApiError
+from deployments.ingress import ReplicaBackend
 from deployments.metrics import OUTPUT_TOKENS
 from deployments.placement.view import Place, Placement
 from deployments.request_router import PlacementRequestRouter
@@ -135,7 +138,7 @@ async def test_without_a_router_the_last_map_holds_and_no_count_is_lost(face: Fa
         return answer
 
     router: Any = SimpleNamespace(sync=SimpleNamespace(remote=sync))
-    link = RouterLink(face.frontend, router)
+    link = router_link.RouterLink(face.frontend, router)
     assert await link.missing() == [] and face.frontend.placement.version == 3
     face.frontend.log.count(OUTPUT_TOKENS, ("demo", "pirate"), 5)
     face.frontend.traffic["pirate/pirate"] = 9
@@ -147,3 +150,34 @@ async def test_without_a_router_the_last_map_holds_and_no_count_is_lost(face: Fa
     assert version == 3 and traffic == {"pirate/pirate": 9}
     assert delta.counters == ((("moe_output_tokens_total", ("demo", "pirate")), 5.0),)
     assert face.frontend.placement.version == 3
+
+
+async def test_a_router_that_does_not_answer_keeps_nobody_waiting(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_link, "_ROUTER_PATIENCE_S", 0.05)
+    is_back, seen = asyncio.Event(), list[Any]()
+
+    async def sync(*args: Any) -> Placement | None:
+        await is_back.wait()
+        seen.append(args)
+        return Placement(3, {"demo": ("demo-0",)})
+
+    async def render() -> bytes:
+        return b"moe_replicas 3"
+
+    router: Any = SimpleNamespace(
+        sync=SimpleNamespace(remote=sync), metrics=SimpleNamespace(remote=render)
+    )
+    link = router_link.RouterLink(face.frontend, router)
+    face.frontend.log.count(OUTPUT_TOKENS, ("demo", "pirate"), 5)
+    for _ in range(2):
+        with pytest.raises(ApiError, match="router does not answer") as caught:
+            await asyncio.wait_for(link.metrics(), 2)
+        assert caught.value.status == 503 and caught.value.retry_after_s
+        await asyncio.wait_for(link.missing(), 2)
+    is_back.set()
+    assert await link.metrics() == b"moe_replicas 3"
+    assert await link.missing() == []
+    counted = [count for _, _, delta in seen for count in delta.counters]
+    assert counted == [(("moe_output_tokens_total", ("demo", "pirate")), 5.0)]

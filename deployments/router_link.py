@@ -1,0 +1,91 @@
+"""An ingress' line to the router: counts go there, the map of replicas and the metrics come back.
+
+Not here: what the router does with them (router.py), and where requests go (ingress.py).
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments.api_errors import ApiError
+from deployments.frontend import Frontend
+from deployments.placement.view import Placement
+
+SYNC_PERIOD_S = 1.0
+_METRICS_MAX_AGE_S = 1.0
+_ROUTER_PATIENCE_S = 5.0
+_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
+
+
+class RouterLink:
+    """An ingress' line to the router: counts go there, the map comes back.
+
+    Without it the last map holds.
+    """
+
+    def __init__(self, frontend: Frontend, router: DeploymentHandle) -> None:
+        self._frontend = frontend
+        self._router = router
+        self._rendered = b""
+        self._rendered_at_s = float("-inf")
+        self._rendering: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Sync for ever."""
+        while True:
+            with suppress(*_TROUBLE):
+                await self.sync()
+            await asyncio.sleep(SYNC_PERIOD_S)
+
+    async def sync(self) -> None:
+        """Send what was counted, take the map. What could not be sent goes with the next one."""
+        frontend = self._frontend
+        delta, tokens = frontend.log.drain(), dict(frontend.traffic)
+        frontend.traffic.clear()
+        try:
+            version = frontend.placement.version
+            placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
+        except _TROUBLE:
+            frontend.log.merge(delta)
+            frontend.traffic.update(tokens)
+            raise
+        if placement is not None:
+            frontend.placement = placement
+
+    async def metrics(self) -> bytes:
+        """Errors: ApiError 503 while the router does not answer."""
+        if time.monotonic() - self._rendered_at_s > _METRICS_MAX_AGE_S:
+            if self._rendering is None or self._rendering.done():
+                self._rendering = asyncio.create_task(self._render())
+            with suppress(*_TROUBLE):
+                if await self._is_done_soon(self._rendering):
+                    self._rendering.result()
+                    return self._rendered
+            raise ApiError(503, "the router does not answer", kind="server_error", retry_after_s=5)
+        return self._rendered
+
+    async def missing(self) -> list[str]:
+        """Models without a seat, by the newest map that comes soon, else by the last one."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self.sync())
+        if await self._is_done_soon(self._asking):
+            with suppress(*_TROUBLE):
+                self._asking.result()
+        seats = self._frontend.placement.seats
+        return [model.name for model in self._frontend.config.models if not seats.get(model.name)]
+
+    async def _render(self) -> None:
+        await self.sync()
+        self._rendered = await self._router.metrics.remote()
+        self._rendered_at_s = time.monotonic()
+
+    async def _is_done_soon(self, call: "asyncio.Task[None]") -> bool:
+        """Wait, but not for ever: a call to a router that died waits until Serve has made another
+        one. It is not given up then, for it carries counts."""
+        done, _ = await asyncio.wait([call], timeout=_ROUTER_PATIENCE_S)
+        return bool(done)
