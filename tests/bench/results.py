@@ -29,7 +29,7 @@ START = ("shape", "adapters", "rank", "compile_cache", "startup_s", "limit_s", *
 def describe_run() -> dict[str, Any]:
     """GPU, torch, commit, hash of what was changed since ("" = nothing), UTC time.
 
-    A copy of the tree without git is told both by the variables COMMIT and DIFF.
+    A copy of the tree, whose git knows nothing of it, is told both by the variables COMMIT and DIFF.
     """
     import torch
 
@@ -43,8 +43,8 @@ def describe_run() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
-        "commit": commit or os.environ.get("COMMIT", "unknown"),
-        "diff": diff if commit else os.environ.get("DIFF", "unknown"),
+        "commit": os.environ.get("COMMIT") or commit or "unknown",
+        "diff": os.environ.get("DIFF", diff if commit else "unknown"),
         "utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
