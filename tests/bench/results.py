@@ -29,7 +29,7 @@ START = ("shape", "adapters", "rank", "compile_cache", "startup_s", "limit_s", *
 def describe_run() -> dict[str, Any]:
     """GPU, torch, commit, hash of what was changed since ("" = nothing), UTC time.
 
-    A copy of the tree, whose git knows nothing of it, is told both by the variables COMMIT and DIFF.
+    A copy of the tree, whose git does not know it, is told both by the variables COMMIT and DIFF.
     """
     import torch
 
