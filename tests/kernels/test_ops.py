@@ -4,9 +4,6 @@ Not here: what one kernel alone promises (test_<kernel>.py).
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,18 +143,6 @@ def test_interpreted_kernel_equals_reference(op: Op, case: Case) -> None:
     want = outputs_of(op, op.reference, copy_of(inputs))
     for x, y in zip(got, want, strict=True):
         assert_fp32_close(x, y)
-
-
-@pytest.mark.timeout(600)
-def test_the_interpreter_agrees() -> None:
-    """The tests marked `interp`, in a process of their own: the variable counts at import."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "interp", "tests/kernels"]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("spec", SPECS)
