@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.lora_tables import LoraTables
 from kernels.op import AotSpec
 from kernels.overlap import can_overlap, follow
-from kernels.tiling import gpu_name, tiles_for
+from kernels.tiling import gpu_name, power_of_two, tiles_for
 
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
@@ -58,7 +58,8 @@ class DecodeTiles:
 
     def per_program(self, num_rows: int, tiles_per_row: int) -> int:
         """Tiles of one program. The same for all row counts up to the next power of two."""
-        return triton.cdiv(triton.next_power_of_2(num_rows) * tiles_per_row, self.programs)
+        tiles = power_of_two(num_rows) * tiles_per_row  # no row counts as one
+        return triton.cdiv(tiles, self.programs)
 
 
 def decode_tiles(num_rows: int, in_: int, out: int, max_rank: int, gpu: str) -> DecodeTiles:

@@ -140,8 +140,11 @@ def plan_scoring(args: argparse.Namespace, model: str, jobs: list[Job]) -> Engin
         return config
     layout = plan_kv(shape)
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    longest = max(len(job.input_ids) for job in jobs) + 1
-    pages = len(layout.groups) * config.max_num_seqs * (longest // config.page_tokens + 2)
+    # Jobs that are too long are refused one by one, and need no pages.
+    most = min(config.max_model_len or shape.max_positions, shape.max_positions)
+    lengths = sorted(len(job.input_ids) + 1 for job in jobs if len(job.input_ids) < most)
+    blocks = sum(n // config.page_tokens + 2 for n in lengths[-config.max_num_seqs :])
+    pages = len(layout.groups) * max(2, blocks)
     kv_bytes = pages * page_bytes(shape, layout, config.page_tokens, dtype)
     return dataclasses.replace(config, kv_bytes=kv_bytes)
 

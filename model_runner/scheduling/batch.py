@@ -30,7 +30,7 @@ class SamplingRow:
 class ScheduledBatch:
     """One step: S rows, one a sequence, decodes first, then prefill chunks.
 
-    step            counts from 0
+    step            counts calls of `schedule()` from 0, those too that gave no step
     seq_ids         [S] the engine's numbers of the sequences
     num_tokens      [S] query tokens of the row (1 = decode)
     starts          [S] position of the row's first query token (= tokens already in the cache)

@@ -70,7 +70,7 @@ class Scheduler:
         self._chunks: dict[Sequence, int] = {}  # of the step being planned: the chunk's end
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
         self._failures: list[Update] = []
-        self._step = 0
+        self._step = -1
         self._num_added = 0
 
     @property
@@ -150,6 +150,9 @@ class Scheduler:
         None if nothing can run before something else happens: a commit, an adapter, a request.
         """
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps ahead"
+        # A step that comes to nothing has a number too: who is in two steps that follow each other
+        # by number was never away, and has the same pages.
+        self._step += 1
         self._chunks = {}
         for seq, error in self._admission.begin_step():
             self._finish(seq, FinishReason.ERROR)
@@ -166,7 +169,6 @@ class Scheduler:
             return None
         batch, rows = self._running.build(self._step, self._chunks)
         self._in_flight.append((batch, rows))
-        self._step += 1
         for seq, end in self._chunks.items():
             self.pool.offer(seq.table, seq.token_ids, end)  # found from the next step on
             if seq.num_pending:

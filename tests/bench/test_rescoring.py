@@ -1,6 +1,7 @@
 """The reference's GPU ways, on a CPU: by expert, in fp32 from bf16 weights, logits in parts."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,12 @@ def test_what_a_gpu_scores_with(tmp_path):
     # Two groups of pages, 2200 tokens of 20 sequences in each, 12 layers of a page in fp32.
     page = 2 * 12 * 16 * 8 * 64 * 4
     assert 2 * 20 * (2200 / 16) * page < slow.kv_bytes < 1.03 * 2 * 20 * (2200 / 16) * page
+    # What no engine takes is refused, and asks for nothing; one long job asks for itself alone.
+    words += ["--kernels", "reference"]
+    for length, more in ((10_000_000, 0), (131_071, 131_072 - 2200)):
+        odd = [*jobs, dataclasses.replace(jobs[0], input_ids=(1,) * length)]
+        asked = plan_scoring(parser.parse_args(words), model, odd).kv_bytes
+        assert asked == pytest.approx(slow.kv_bytes + 2 * more / 16 * page, rel=1e-3)
 
 
 def test_the_projection_runs_on_a_tiny_shape(tmp_path, monkeypatch, capsys):

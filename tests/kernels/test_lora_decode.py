@@ -143,3 +143,16 @@ def test_length_and_target_do_not_compile_anew(name: str) -> None:
     lengths = {"num_rows", "per_row", "programs_0", "programs_1", "n_tiles"} & set(kernel.arg_names)
     assert "num_rows" in lengths
     assert lengths | {"target_0", "target_1", "target_2"} <= set(own.UNSPECIALISED)
+
+
+def test_no_rows_are_nothing_to_do() -> None:
+    """The head's rows of a step whose chunks all end within their prompts."""
+    tables = tables_of(False)
+    none = torch.empty(0, dtype=torch.int32)
+    for down in (False, True):
+        b = batch(3, down)
+        y, x, ids = b["y"][:0].clone(), b["x"][:0], b["ids"][:0]
+        dense_lora(y, x, random_tables([(1, x.shape[1], y.shape[1])], [8], 8, "cpu", x.dtype, 0),
+                   0, none, None, settled=True)  # fmt: skip
+        moe_lora(y, x, tables, int(down), ids, none, None, down, None, False, E, settled=True)
+        assert not y.numel()

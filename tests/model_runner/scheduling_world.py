@@ -9,8 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+import numpy as np
+
 from adapter_store.errors import AdapterNotFound
 from adapter_store.ref import AdapterRef
+from model_runner.execution.inputs import PageTables
 from model_runner.request import FinishReason, Request, SamplingParams
 from model_runner.scheduling.batch import ScheduledBatch
 from model_runner.scheduling.page_pool import KvGroup, PagePool
@@ -155,6 +158,9 @@ class World:
             (EOS,),
             self.gate.lacks_slot if self.makes_room else None,
         )
+        columns = -(-self.max_model_len // self.page_tokens)
+        num_rows = 2 * self.max_num_seqs + 2
+        self.tables = PageTables(len(self.windows), num_rows, columns, self.page_tokens)
         self.seqs: dict[int, Sequence] = {}
         self.delivered: dict[int, list[int]] = {}
         self.finished: dict[int, Update] = {}
@@ -236,6 +242,7 @@ class World:
         assert len(batch.seq_ids) <= self.max_num_seqs
         assert sum(batch.num_tokens) <= self.max_step_tokens
         assert len(set(batch.seq_ids)) == len(batch.seq_ids)
+        self._check_tables(batch)
         inputs = []
         for row, seq_id in enumerate(batch.seq_ids):
             ids = batch.token_ids[row]
@@ -282,6 +289,18 @@ class World:
         self.last_rows = rows
         self._note_slots(batch)
         return tokens
+
+    def _check_tables(self, batch: ScheduledBatch) -> None:
+        """What the device reads pages from, kept from step to step, names those of the batch."""
+        ends = np.array(batch.starts) + np.array(batch.num_tokens)  # [S]
+        for s, row in enumerate(self.tables.rows(batch, ends)):
+            num_blocks = -(-int(ends[s]) // self.page_tokens)
+            for table, pages in zip(self.tables.table, batch.pages, strict=True):
+                want = np.array(pages[s][:num_blocks])
+                kept = table[row, :num_blocks]
+                assert (kept[want > 0] == want[want > 0]).all(), (
+                    f"sequence {batch.seq_ids[s]} has pages {want}, not {kept}"
+                )
 
     def _note_slots(self, batch: ScheduledBatch | None = None) -> None:
         batches = [b for b, _ in self.launched] + ([batch] if batch else [])

@@ -1,5 +1,7 @@
 """The scheduler over random lives, and the cases that random lives meet too seldom."""
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -265,6 +267,38 @@ def test_a_storm_of_preemptions_comes_to_an_end(
     world.check_answers()
     assert len(world.finished) == 20
     assert world.scheduler.num_preemptions > 10
+
+
+@pytest.mark.parametrize("seed", [148, 316, 331])
+def test_who_comes_back_after_no_step_at_all_has_its_new_pages(seed: int) -> None:
+    """All that decode may wait for one commit: then one goes and comes back without a step of
+    others in between. Few pages, short lives and look-ahead let it happen."""
+    draw = Random(seed)
+    windows = draw.choice([(0,), (0, 6)])
+    world = World(
+        draw.randint(14, 30),
+        windows=windows,
+        max_num_seqs=draw.randint(2, 6),
+        max_step_tokens=draw.randint(8, 24),
+        max_model_len=48,
+        prefix_cache=draw.random() < 0.5,
+        look_ahead=True,
+        gate=FakeGate(2),
+    )
+    number = 0
+    for _ in range(120):
+        if draw.random() < 0.35 and number < 30:
+            length = draw.choice([3, 4, 7, 8, 9])
+            prompt = tuple(draw.randint(1, 5) for _ in range(length))
+            new = request(number, prompt, max_tokens=draw.choice([4, 8, 12, 20]))
+            if world.scheduler.fits(length + 20):
+                world.add(new)
+                number += 1
+        if draw.random() < 0.1 and world.seqs:
+            world.abort(draw.choice(list(world.seqs)))
+        world.step()
+    world.drain()
+    world.check_answers()
 
 
 @BOTH
