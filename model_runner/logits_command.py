@@ -78,7 +78,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "logits", help="logits or scores of given ids, through the paged path"
     )
     add_engine_options(parser, model_required=False)
-    parser.add_argument("--jobs", required=True, help="one JSON job a line")
+    parser.add_argument(
+        "--jobs",
+        required=True,
+        help='one JSON job a line: {"id": "a", "input_ids": [1, 2], "adapter": NAME or null}',
+    )
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument(
         "--batch", type=int, default=16, help="jobs that run side by side (default 16)"
@@ -167,8 +171,14 @@ def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:
     for number, line in enumerate(Path(args.jobs).read_text().splitlines(), 1):
         if not line.strip():
             continue
-        raw = json.loads(line)
-        name = str(raw["id"])
+        try:
+            raw = json.loads(line)
+            name, input_ids = str(raw["id"]), tuple(raw["input_ids"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{args.jobs}:{number}: a job is a JSON object with id and input_ids at least "
+                f"({type(error).__name__}: {error})"
+            ) from None
         if "/" in name or name in (".", ".."):
             raise ValueError(f"{args.jobs}:{number}: id {name!r} is no file name")
         adapter = raw.get("adapter")
@@ -181,4 +191,4 @@ def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:
         if not model:
             _refuse(out, name, "the job names no model and --model was not given")
             continue
-        yield Job(name, model, ref, tuple(raw["input_ids"]), raw.get("score_from"))
+        yield Job(name, model, ref, input_ids, raw.get("score_from"))

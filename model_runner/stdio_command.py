@@ -16,6 +16,7 @@ import queue
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import IO, Any
 
 from adapter_store.ref import AdapterRef
@@ -47,7 +48,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until {"cmd": "quit"} or the end of stdin."""
+    """Serve until {"cmd": "quit"}, at once, or the end of stdin, after what was asked before it."""
     use_reference_kernels(args.kernels == "reference")
     # Threads that read requests or load adapters must not wait 5 ms, Python's default, for a turn.
     sys.setswitchinterval(5e-5)
@@ -81,14 +82,15 @@ def _serve(
     lines: "queue.SimpleQueue[str | None]",
     out: IO[str],
 ) -> None:
-    while True:
-        try:
-            line = lines.get_nowait() if engine.has_work else lines.get(timeout=IDLE_WAIT_S)
-        except queue.Empty:
-            line = ""
+    has_ended = False
+    while engine.has_work or not has_ended:
+        line: str | None = ""
+        with suppress(queue.Empty):
+            if not has_ended:
+                line = lines.get_nowait() if engine.has_work else lines.get(timeout=IDLE_WAIT_S)
         if line is None:
-            return
-        if line.strip():
+            has_ended = True
+        elif line.strip():
             answer = _handle(engine, refs, line)
             if answer is None:
                 return

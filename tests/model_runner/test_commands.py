@@ -228,3 +228,28 @@ def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
     assert base.shape == named.shape and len(base) == 4
     assert (named - folder).abs().max() < 1e-4 < (named - base).abs().max()
     assert "none" in (tmp_path / "out" / "missing.error.txt").read_text()
+
+
+def test_what_was_asked_before_the_end_of_stdin_is_answered() -> None:
+    asked = [{"id": n, "input_ids": [1, 292, 201 + n], "max_tokens": 12, "ignore_eos": True}
+             for n in range(5)]  # fmt: skip
+    asked[3]["adapter"] = "pirate"
+    words = [*COMMAND, "serve-stdio", "--model", str(BASE_DIR), "--adapters", ADAPTERS]
+    text = "".join(json.dumps(line) + "\n" for line in asked)
+    done = subprocess.run(words, cwd=ROOT, input=text, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ready, *answers = map(json.loads, done.stdout.splitlines())
+    assert ready["ready"]
+    counts = dict.fromkeys(range(5), 0)
+    for answer in answers:
+        counts[int(answer["id"])] += len(answer["token_ids"])
+    assert counts == dict.fromkeys(range(5), 12), answers[-1]
+
+
+@pytest.mark.parametrize("line", ["{}", '{"id": "a"}', "[1]", "{nope}"])
+def test_a_job_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"id": "b", "input_ids": [1]}\n' + line + "\n")
+    words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--jobs", str(jobs), "--out", "/tmp"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode and f"{jobs}:2: a job is a JSON object with id" in done.stderr
