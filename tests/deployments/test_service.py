@@ -56,7 +56,12 @@ class Service:
 
     def metrics(self) -> "Metrics":
         time.sleep(2.5)  # replicas report once a second, and the page may be a second old
-        return Metrics(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        deadline = time.monotonic() + 90
+        while (page := httpx.get(f"{self.url}/metrics", timeout=30)).status_code == 503:
+            # An ingress whose router was killed may learn of the new one later than another.
+            assert time.monotonic() < deadline, page.text
+            time.sleep(0.5)
+        return Metrics(page.raise_for_status().text)
 
 
 @dataclass

@@ -38,9 +38,10 @@ class EagerGraphs:
 
 
 def answer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tuple], EagerGraphs]:
+    # Random weights: a trained model's answer may survive one wrong token in its cache.
     config = EngineConfig(
-        str(BASE_DIR), device="cpu", max_num_seqs=6, max_step_tokens=200, max_model_len=512,
-        look_ahead=True,
+        str(BASE_DIR), load_format="random:5", device="cpu", max_num_seqs=6, max_step_tokens=200,
+        max_model_len=512, look_ahead=True,
     )  # fmt: skip
     engine = Engine(config)
     graphs = EagerGraphs(engine.runner)
@@ -55,6 +56,7 @@ def answer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tup
         monkeypatch.setattr(ModelRunner, "_ring_buffer", soil)
         engine.runner._graphs = graphs  # type: ignore[assignment]
     refs = [AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items()]
+    engine.load_adapters(refs)  # so that the batches are the same in every run
     draw = torch.Generator().manual_seed(3)
     out: dict[str, list[int]] = {}
     for number, length in enumerate((5, 70, 310, 1, 33, 150, 64)):
@@ -62,7 +64,7 @@ def answer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tup
         adapter = refs[number % len(refs)] if number % 4 else None
         temperature = 0.8 if number % 2 else 0.0
         sampling = SamplingParams(
-            max_tokens=9,
+            max_tokens=9 + 3 * number,
             temperature=temperature,
             seed=number,
             ignore_eos=True,
@@ -83,22 +85,19 @@ def answer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tup
 def test_padded_steps_answer_as_unpadded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = answer(False, monkeypatch)
     padded, graphs = answer(True, monkeypatch)
-    assert len(plain) == 7 and all(len(ids) == 9 for ids in plain.values())
+    assert [len(plain[f"r{n}"]) for n in range(7)] == [9 + 3 * n for n in range(7)]
     assert padded == plain
     kinds = {(key.is_decode, key.size) for key in graphs.keys}
-    assert {size for is_decode, size in kinds if not is_decode} >= {64, 200}, kinds
+    assert {size for is_decode, size in kinds if not is_decode} >= {128, 200}, kinds
     assert any(is_decode for is_decode, _ in kinds)
 
 
 # (function, line, instead) of inputs.py, each of which makes a row of padding harmless.
-SPARE = 'v["sample_rows"][len(sample_rows) :] = spare_row'
 GUARDS = [
     pytest.param("fill_mixed", "write[t:] = -1", "pass", id="keys of a padded chunk"),
     # A token and a few keys each: what garbage would claim does not fit into memory.
     pytest.param("fill_mixed", 'cu_q[n + 1 :], v["seq_lens"][n:] = t, 0',
                  'cu_q[n + 1 :], v["seq_lens"][n:] = t + 1, 8', id="rows of a padded chunk"),
-    pytest.param("fill_mixed", SPARE, SPARE.replace("spare_row", "[0, *sample_rows][-1]"),
-                 id="draws of a padded chunk"),
     pytest.param("fill_decode", "* tables.page_tokens + offset, -1",
                  "* tables.page_tokens + offset, write[0]", id="keys of a padded decode"),
 ]  # fmt: skip
