@@ -148,7 +148,7 @@ def test_printed_lines_answer_and_ctrl_c_leaves_nothing(demo: RunningDemo) -> No
     answers += [_answer(second), _answer(base)]
     assert [len(markers_in(text)) for text in answers] == [1, 1, 0], answers
     assert markers_in(answers[0]) != markers_in(answers[1])
-    assert all("Tokyo" in text for text in answers)
+    assert all("Tokyo" in text for text in answers), answers
     if quiet:  # on a machine that is busy with other things, seconds say nothing
         assert took_s < FIRST_ANSWER_S
     assert any("s3://" in line for line in demo.lines) == (weed_binary() is not None)
