@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from deployments import metrics
@@ -24,6 +24,7 @@ from deployments.api_errors import (
     unauthorized,
 )
 from deployments.config import ServiceConfig
+from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
 from deployments.streaming import error_events, interleave
@@ -133,7 +134,7 @@ class Frontend:
             raise model_not_found(name)
         return target
 
-    def meter(self, tenant: TenantConfig) -> "Meter":
+    def meter(self, tenant: TenantConfig) -> Meter:
         """Count a request in. Errors: ApiError 429 where tenant or ingress has its fill."""
         settings = self.config.ingress
         if self._active.total() >= settings.max_concurrent_requests:
@@ -142,16 +143,14 @@ class Frontend:
         if self._active[tenant.tenant_id] >= limit:
             raise overloaded(f"tenant {tenant.tenant_id} has {limit} requests running: try again")
         self._active[tenant.tenant_id] += 1
-        return Meter(self, tenant)
+        return Meter(
+            self.log,
+            self.traffic,
+            self._label(tenant.tenant_id),
+            partial(self._active.subtract, (tenant.tenant_id,)),
+        )
 
-    def leave(self, tenant: TenantConfig) -> None:
-        """Count a request out."""
-        self._active[tenant.tenant_id] -= 1
-
-    def label(self, tenant: TenantConfig) -> str:
-        return self._label(tenant.tenant_id)
-
-    async def outputs(self, job: Job, meter: "Meter") -> Outputs:
+    async def outputs(self, job: Job, meter: Meter) -> Outputs:
         """The job's outputs, each with its choice's number.
 
         Errors: ApiError for what failed in the engine.
@@ -174,7 +173,7 @@ class Frontend:
         except TimeoutError:
             raise overloaded("the request waited too long for its first token", 503) from None
 
-    async def whole(self, job: Job, meter: "Meter") -> bytes:
+    async def whole(self, job: Job, meter: Meter) -> bytes:
         """The answer of a job that is not streamed."""
         async with aclosing(self.outputs(job, meter)) as outputs:
             job.writer.collect(*await self.first(outputs))
@@ -183,13 +182,13 @@ class Frontend:
         meter.finish(200)
         return job.writer.whole()
 
-    async def close(self, meter: "Meter", outputs: Outputs) -> None:
+    async def close(self, meter: Meter, outputs: Outputs) -> None:
         """The end of a streamed answer, however far it came; nothing happens if it came to it."""
         await outputs.aclose()
         meter.finish(CLIENT_GONE_STATUS)
 
     async def events(
-        self, job: Job, meter: "Meter", outputs: Outputs, first: tuple[int, TextOutput]
+        self, job: Job, meter: Meter, outputs: Outputs, first: tuple[int, TextOutput]
     ) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a job whose first output is here."""
         try:
@@ -206,63 +205,3 @@ class Frontend:
             yield error_events(exc)
         finally:
             meter.finish(CLIENT_GONE_STATUS)
-
-
-@dataclass
-class _Times:
-    started_s: float
-    first_s: float | None = None
-    last_s: float = 0.0
-
-
-class Meter:
-    """What one HTTP request costs: made when it enters, finished once; later calls do nothing."""
-
-    def __init__(self, frontend: Frontend, tenant: TenantConfig) -> None:
-        self._frontend = frontend
-        self._tenant = tenant
-        self._job: Job | None = None
-        self._times = _Times(time.monotonic())
-        self._open = True
-
-    def began(self, job: Job) -> None:
-        self._job = job
-
-    def _labels(self) -> tuple[str, str]:
-        model = self._job.target.model if self._job else ""
-        return model, self._frontend.label(self._tenant)
-
-    def saw(self, job: Job, output: TextOutput) -> None:
-        """Take note of one output."""
-        brought = job.writer.tally.add(output)
-        if not brought:
-            return
-        now, log, labels = time.monotonic(), self._frontend.log, self._labels()
-        if self._times.first_s is None:
-            self._times.first_s = now
-            log.observe(metrics.TTFT, labels, now - self._times.started_s)
-        else:
-            log.observe(metrics.INTER_TOKEN, labels, (now - self._times.last_s) / brought, brought)
-        self._times.last_s = now
-        log.count(metrics.OUTPUT_TOKENS, labels, brought)
-
-    def finish(self, status: int) -> None:
-        """Count the request out, under its HTTP status."""
-        if not self._open:
-            return
-        self._open = False
-        frontend, labels = self._frontend, self._labels()
-        frontend.leave(self._tenant)
-        log = frontend.log
-        log.count(metrics.REQUESTS, (*labels, str(status)))
-        if status == CLIENT_GONE_STATUS:
-            log.count(metrics.HANGUPS, labels)
-        if self._job is None:
-            return
-        log.observe(metrics.LATENCY, labels, time.monotonic() - self._times.started_s)
-        usage = self._job.writer.tally.usage()
-        log.count(metrics.PROMPT_TOKENS, labels, usage.prompt_tokens)
-        log.count(metrics.CACHED_TOKENS, labels, usage.prompt_tokens_details.cached_tokens)
-        adapter = self._job.target.adapter
-        if adapter is not None:
-            frontend.traffic[adapter.adapter_id] += usage.total_tokens

@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -23,12 +22,10 @@ from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS, ApiError
 from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
-from deployments.placement.view import Place
+from deployments.replica_backend import ReplicaBackend
 from deployments.router_link import RouterLink
 from deployments.tenants import TenantConfig
-from model_runner import request as engine_request
 
-_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
 _Prepare = Callable[[TenantConfig, bytes], Awaitable[Job]]
@@ -205,54 +202,6 @@ async def _disconnected(receive: Receive) -> None:
     with suppress(RayError):
         while (await receive())["type"] != "http.disconnect":
             pass
-
-
-class ReplicaBackend:
-    """A `Backend` over Ray Serve: the request router of the handle follows `place`."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-        self._generate = handle.options(method_name="generate", stream=True)
-
-    async def stream(
-        self, request: engine_request.Request, place: Place | None
-    ) -> AsyncGenerator[engine_request.RequestOutput, None]:
-        """A request whose replica dies before its first token is run again, once, on another."""
-        for last_try in (False, True):
-            begun = False
-            messages = self._generate.remote(request, place=place)
-            try:
-                async for message in messages:
-                    begun = True
-                    for output in message:
-                        yield output
-                return
-            except BackPressureError as exc:
-                yield _failed(request, engine_request.ErrorCode.OVERLOADED, exc.message)
-                return
-            except _TROUBLE as exc:
-                _log.warning("request %s lost its replica: %s", request.request_id, exc)
-                if begun or last_try:
-                    words = "the replica that served this request is gone"
-                    yield _failed(request, engine_request.ErrorCode.ENGINE_DEAD, words)
-                    return
-            finally:
-                messages.cancel()
-
-    async def abort(self, request_id: str, index: int) -> None:
-        """Said to every replica of the model: the others do not know the request and do nothing."""
-        self._handle.broadcast("abort", request_id, index)
-
-
-def _failed(
-    request: engine_request.Request, code: engine_request.ErrorCode, words: str
-) -> engine_request.RequestOutput:
-    return engine_request.RequestOutput(
-        request.request_id,
-        finish_reason=engine_request.FinishReason.ERROR,
-        error_code=code,
-        error=words,
-    )
 
 
 @serve.ingress()

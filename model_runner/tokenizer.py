@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 # GPT-2's alphabet: byte-level vocabularies spell every byte as one printable character.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -33,7 +33,7 @@ class Tokenizer:
         if not path.is_dir():
             raise FileNotFoundError(f"no tokenizer: {path} is not a folder")
         try:
-            self._front = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._front = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # what it raises depends on the file that is missing or broken
             raise ValueError(f"{path} holds no tokenizer that can be loaded: {error}") from error
         if not getattr(self._front, "is_fast", False):

@@ -14,9 +14,9 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments import router_link
 from deployments.api_errors import ApiError
-from deployments.ingress import ReplicaBackend
 from deployments.metrics import OUTPUT_TOKENS
 from deployments.placement.view import Place, Placement
+from deployments.replica_backend import ReplicaBackend
 from deployments.request_router import PlacementRequestRouter
 from model_runner.request import ErrorCode, Request, RequestOutput
 from tests.deployments.conftest import Face
