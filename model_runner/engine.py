@@ -58,6 +58,7 @@ class Engine:
         self._lives: dict[str, list[Life]] = {}
         self._arriving: dict[str, Request] = {}  # their adapter's content is not known yet
         self._gone: dict[str, set[int]] = {}  # of these, the sequences that were aborted since
+        self._submitted_s: dict[str, float] = {}  # of those that the scheduler does not know yet
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
         self._outputs: list[RequestOutput] = []
@@ -92,6 +93,7 @@ class Engine:
             self._outputs += [make_failure(request, i, *refusal) for i in range(count)]
             return
         self._lives[request.request_id] = []
+        self._submitted_s[request.request_id] = time.monotonic()
         if request.adapter is None:
             self._admit(request)
         else:
@@ -234,13 +236,15 @@ class Engine:
             sampled_tokens=self._counts["sampled"],
             delivered_tokens=self._counts["delivered"],
             discarded_tokens=scheduler.num_discarded,
+            replayed_tokens=scheduler.num_replayed,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
             preemptions=scheduler.num_preemptions,
             finished=dict(self._finished),
-            loads=store.loads.get("device", 0),
+            loads=store.loads,
+            load_seconds=store.load_seconds,
+            load_failures=store.failures,
             evictions=store.evictions,
-            load_seconds=sum(store.load_seconds.values()),
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             waiting_for_adapter=scheduler.num_waiting_adapter + len(self._arriving),
@@ -313,6 +317,7 @@ class Engine:
             digest = self.store.digest_of(request.adapter)
             if error is not None:
                 del self._arriving[request_id], self._lives[request_id]
+                del self._submitted_s[request_id]
                 code, text = adapter_error(error)
                 self.store.forget(request.adapter)
                 self._outputs += [
@@ -329,8 +334,10 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         seed = request.sampling.seed if request.sampling.seed is not None else next(self._seeds)
+        submitted_s = self._submitted_s.pop(request.request_id)
         for index in self._still_wanted(request):
             life = Life(next(self._ids), request, index, seed)
+            life.submitted_s = submitted_s
             self._lives[request.request_id].append(life)
             if request.request_id in self._score_sinks:
                 self._sinks[life.seq_id] = self._score_sinks[request.request_id]
@@ -348,7 +355,7 @@ class Engine:
         self._gone.setdefault(request.request_id, set()).update(ended)
         if not self._still_wanted(request):
             del self._arriving[request.request_id], self._lives[request.request_id]
-            del self._gone[request.request_id]
+            del self._gone[request.request_id], self._submitted_s[request.request_id]
             assert request.adapter is not None
             self.store.forget(request.adapter)
 
@@ -416,3 +423,4 @@ class Engine:
         self._counts.clear()
         self._finished.clear()
         self._by_tenant.clear()
+        self.scheduler.forget_counts()

@@ -78,6 +78,8 @@ def make_news(
         life.prompt_len,
         max(0, life.num_cached_tokens),
         life.num_output,
+        life.entered_s - life.submitted_s if life.has_entered else 0.0,
+        life.num_discarded,
     )
 
 

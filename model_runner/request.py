@@ -133,6 +133,9 @@ class RequestOutput:
     index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in
            the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
+    queue_s  from the engine's submit until it first had its adapter, its pages and its turn
+    num_discarded_tokens  of the last output: drawn for this sequence and thrown away
+    attempt  which replica in turn serves the request, for whoever asks a second one
     """
 
     request_id: str
@@ -145,6 +148,9 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    queue_s: float = 0.0
+    num_discarded_tokens: int = 0
+    attempt: int = 1
 
 
 @dataclass

@@ -10,9 +10,13 @@ class EngineStats:
     """Counters grow for ever (since start); gauges are of now.
 
     counters: num_steps, sampled_tokens (drawn on the device), delivered_tokens (given to clients),
-    discarded_tokens (drawn and thrown away),
-              prompt_tokens, cached_tokens, preemptions, finished (by reason), loads, evictions,
-              load_seconds
+    discarded_tokens (drawn and thrown away: past a stop id, after an abort, not finite),
+              replayed_tokens (computed again after a preemption), prompt_tokens, cached_tokens,
+              preemptions, finished (by reason), evictions, load_failures;
+              loads, load_seconds  by tier: "remote" (S3 or a folder -> host), "host" (found there),
+              "device" (host -> slot)
+    Once an engine is idle, delivered + discarded = sampled. No token is drawn twice: a preempted
+    sequence keeps what it has, and computing that again (replayed) draws nothing.
     gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes,
     arena_bytes, slots_in_use, num_slots
     resident  adapters in slots;  by_tenant  tenant -> delivered tokens
@@ -26,13 +30,15 @@ class EngineStats:
     sampled_tokens: int = 0
     delivered_tokens: int = 0
     discarded_tokens: int = 0
+    replayed_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    loads: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    load_failures: int = 0
     evictions: int = 0
-    load_seconds: float = 0.0
     running: int = 0
     waiting: int = 0
     waiting_for_adapter: int = 0

@@ -3,6 +3,7 @@
 Not for the step itself (the scheduler's) and not for who has to leave.
 """
 
+import time
 from collections.abc import Callable, Iterable
 
 from adapter_store.ref import AdapterRef
@@ -33,8 +34,7 @@ class Admission:
         max_chunk: int,
         lacks_slot: Callable[[AdapterRef], bool] | None,
     ) -> None:
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_replayed = 0
         self.is_shut = False
         self._pool = pool
         self._gate = gate
@@ -48,6 +48,10 @@ class Admission:
     @property
     def num_waiting_adapter(self) -> int:
         return len(self._waiters)
+
+    def forget_counts(self) -> None:
+        """Count from zero."""
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_replayed = 0
 
     def add(
         self, seq: Sequence, arrival: int, eos_ids: tuple[int, ...], max_model_len: int
@@ -169,8 +173,11 @@ class Admission:
                 other.status = SequenceStatus.WAITING
                 self._queue.push(other)
         seq.status = SequenceStatus.RUNNING
-        if not seq.has_entered:
+        if seq.has_entered:
+            self.num_replayed += max(0, seq.num_lost - num_cached)
+        else:
             seq.has_entered = True
+            seq.entered_s = time.monotonic()
             seq.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
             self.num_prompt_tokens += seq.prompt_len

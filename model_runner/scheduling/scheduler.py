@@ -42,7 +42,8 @@ class Scheduler:
                      missing; with it, adapters in endless use make room for waiting ones
                      (`AdapterWaiters`); None = they do not
     Counters since the start: num_preemptions, num_discarded (tokens drawn and thrown away),
-    num_prompt_tokens, num_cached_tokens.
+    num_prompt_tokens, num_cached_tokens, num_replayed. Every token drawn is told in an `Update` or
+    is discarded, once.
     """
 
     def __init__(
@@ -99,6 +100,16 @@ class Scheduler:
     def num_cached_tokens(self) -> int:
         """See `num_prompt_tokens`."""
         return self._admission.num_cached_tokens
+
+    @property
+    def num_replayed(self) -> int:
+        """Tokens that were in the cache, lost it by preemption, and were computed again."""
+        return self._admission.num_replayed
+
+    def forget_counts(self) -> None:
+        """Count from zero: what was served until now was no request of anybody."""
+        self.num_preemptions = self.num_discarded = 0
+        self._admission.forget_counts()
 
     @property
     def has_work(self) -> bool:
@@ -244,9 +255,11 @@ class Scheduler:
                 if seq.status is finished:
                     self.num_discarded += 1
                 elif token < 0:
+                    self.num_discarded += 1
                     self.pool.forget(seq.table)
                     updates.append(Update(seq, None, FinishReason.ERROR, sample_idx))
                     self._finish(seq, FinishReason.ERROR)
+                    seq.num_discarded += 1
                     continue
                 else:
                     ids = seq.token_ids
@@ -311,6 +324,7 @@ class Scheduler:
         self._chunks.pop(seq, None)
         if seq.num_total > seq.prompt_len:  # its prompt was charged, its output as it was drawn
             seq.num_charged = seq.num_total
+        seq.num_lost = seq.num_computed
         seq.num_computed = 0
         seq.status = SequenceStatus.WAITING
         if not seq.num_in_flight:
@@ -321,6 +335,7 @@ class Scheduler:
         del self._seqs[seq.seq_id]
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        seq.num_discarded = seq.num_pending  # launched steps are still drawing them
         if seq.in_batch:
             self._running.remove(seq)
         self._admission.remove(seq)

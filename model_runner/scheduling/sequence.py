@@ -53,6 +53,9 @@ class Sequence:
     next_event      num_computed at which a decode needs more than one more token: a page, its end,
                     min_tokens
     num_cached_tokens  of the prompt, found in the prefix cache when it first entered
+    num_lost        tokens that were in the cache when it was last preempted
+    num_discarded   tokens drawn for it and thrown away, known when it finishes
+    submitted_s, entered_s  on the monotonic clock: when the engine got it, when it first entered
     Errors: ValueError for an empty prompt or a weight that is not positive.
     """
 
@@ -60,6 +63,7 @@ class Sequence:
         "account",
         "arrival",
         "blocked_counter",
+        "entered_s",
         "eos_ids",
         "finish_reason",
         "has_entered",
@@ -70,7 +74,9 @@ class Sequence:
         "num_cached_tokens",
         "num_charged",
         "num_computed",
+        "num_discarded",
         "num_in_flight",
+        "num_lost",
         "num_pending",
         "output_cost",
         "page_need",
@@ -84,6 +90,7 @@ class Sequence:
         "slot",
         "status",
         "stop_ids",
+        "submitted_s",
         "table",
         "token_ids",
         "tried_step",
@@ -110,6 +117,9 @@ class Sequence:
         self.row = -1
         self.next_event = 0
         self.num_cached_tokens = 0
+        self.num_lost = 0
+        self.num_discarded = 0
+        self.submitted_s = self.entered_s = 0.0
         self.has_entered = False
         self.num_charged = 0
         self.prompt_cost = PROMPT_COST / request.weight

@@ -169,6 +169,7 @@ class World:
         self.launched: deque[tuple[ScheduledBatch, list[int]]] = deque()
         self.last_rows: list[int] = []
         self.batches: list[ScheduledBatch] = []
+        self.num_sampled = 0
 
     def add(self, request: Request) -> list[int]:
         ids = []
@@ -208,6 +209,7 @@ class World:
 
     def commit(self) -> None:
         batch, tokens = self.launched.popleft()
+        self.num_sampled += len(tokens)
         for update in self.scheduler.commit(batch, tokens):
             seq_id = update.seq.seq_id
             assert seq_id not in self.finished and seq_id not in self.aborted
@@ -223,11 +225,19 @@ class World:
         for step in range(max_steps):
             if not self.scheduler.has_work:
                 self.scheduler.check()
+                self.check_counts()
                 assert not self.gate.held
                 return step
             self.step()
             self.scheduler.check()
         raise AssertionError(f"not done after {max_steps} steps")
+
+    def check_counts(self) -> None:
+        """Every token drawn was told or thrown away, for all together and for each."""
+        told = sum(map(len, self.delivered.values()))
+        assert told + self.scheduler.num_discarded == self.num_sampled
+        by_sequence = sum(seq.num_discarded for seq in self.seqs.values())
+        assert by_sequence == self.scheduler.num_discarded
 
     def check_answers(self) -> None:
         """Every sequence that ended by itself said what it says alone."""

@@ -504,6 +504,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_no_pages(look_ahead: boo
         assert batch is not None
         tokens = world._run(batch)
     tokens[batch.seq_ids.index(bad)] = -1
+    world.num_sampled += len(tokens)
     updates = {update.seq.seq_id: update for update in world.scheduler.commit(batch, tokens)}
     assert updates[bad].token is None and updates[bad].error is None
     assert updates[bad].finish_reason is FinishReason.ERROR
