@@ -153,6 +153,10 @@ class HostCache:
         parts = (self.folder / "scratch").glob("*.lora.*")
         return sum(size for _, _, size in _stamped([*self._packed(), *parts]))
 
+    def census(self) -> tuple[int, int]:
+        """How many packed adapters are here, and `used_bytes`."""
+        return len(self._packed()), self.used_bytes()
+
     def remember(self, uri: str, revision: str, digest: str) -> None:
         """Note that the uri held this digest at this revision."""
         path = self.folder / "alias" / _alias(uri, revision)

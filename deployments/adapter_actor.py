@@ -29,6 +29,7 @@ class AdapterStoreActor:
 
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}
 
     async def register(
         self,
@@ -82,6 +83,16 @@ class AdapterStoreActor:
         for ref in digests:
             store.forget(ref)
         return digests
+
+    async def take_loads(self, model: str) -> tuple[dict[str, int], dict[str, float], int]:
+        """Loads and seconds by tier, and failures, since somebody last asked: told once."""
+        now, before = self._stores[model].stats(), self._told.get(model)
+        self._told[model] = now
+        if before is None:
+            return now.loads, now.load_seconds, now.failures
+        loads = {tier: number - before.loads[tier] for tier, number in now.loads.items()}
+        seconds = {tier: s - before.load_seconds[tier] for tier, s in now.load_seconds.items()}
+        return loads, seconds, now.failures - before.failures
 
 
 def adapter_store_actor(name: str, node_id: str) -> ActorHandle:

@@ -96,7 +96,7 @@ class S3Settings(_Section):
     def _key(self, field: str) -> str:
         variable: str = getattr(self, field)
         if field in self.model_fields_set and variable not in os.environ:
-            raise ConfigError(f"adapters.s3.{field}: the environment has no {variable}")
+            raise ConfigError(f"s3.{field}: the environment has no {variable}")
         return os.environ.get(variable, "")
 
 
@@ -152,6 +152,16 @@ class TenantSettings(_Section):
         return {k: {"uri": v} if isinstance(v, str) else v for k, v in value.items()}
 
 
+class UsageSettings(_Section):
+    """Where records of what each request used are kept.
+
+    root  `s3://bucket/prefix` or a folder ("" = nowhere);  s3  None = as `adapters.s3` says
+    """
+
+    root: str = ""
+    s3: S3Settings | None = None
+
+
 class HttpSettings(_Section):
     """Where the launcher makes Serve listen (`serve run` has its own default, the same one)."""
 
@@ -183,6 +193,7 @@ class ServiceConfig(_Section):
 
     base_model_access  may a tenant use a base without an adapter, if it does not say itself
     cache_secret_env   variable with the secret of the cache salts ("" = random at every start)
+    max_metric_tenants  so many have series of their own in /metrics, the busiest
     """
 
     models: tuple[ModelSettings, ...] = Field(min_length=1)
@@ -191,7 +202,8 @@ class ServiceConfig(_Section):
     base_model_access: bool = True
     placement_policy: str = "hash_ring"
     cache_secret_env: str = ""
-    max_metric_tenants: Annotated[int, Field(ge=0)] = 200
+    max_metric_tenants: Annotated[int, Field(ge=1)] = 50
+    usage: UsageSettings = UsageSettings()
     ingress: IngressSettings = IngressSettings()
     http: HttpSettings = HttpSettings()
 
@@ -200,6 +212,10 @@ class ServiceConfig(_Section):
         for problem in _problems(self):
             raise ValueError(problem)
         return self
+
+    def usage_s3(self) -> S3Settings:
+        """How the bucket of the usage records is reached."""
+        return self.usage.s3 or self.adapters.s3
 
     def tenant_configs(self) -> tuple[TenantConfig, ...]:
         """The tenants in the form that the directory keeps."""
@@ -320,7 +336,8 @@ def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig
         )
         for tenant in config.tenants
     )
-    update = {"adapters": adapters, "models": models, "tenants": tenants}
+    usage = config.usage.model_copy(update={"root": absolute(config.usage.root)})
+    update = {"adapters": adapters, "models": models, "tenants": tenants, "usage": usage}
     return config.model_copy(update=update)
 
 

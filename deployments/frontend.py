@@ -28,7 +28,9 @@ from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
 from deployments.streaming import error_events, interleave
+from deployments.tenant_labels import first_tenants
 from deployments.tenants import Target, TenantConfig, TenantDirectory
+from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
 from model_runner.text import TextEngine, TextOutput
 from model_runner.tokenizer import Tokenizer
@@ -58,25 +60,35 @@ class Frontend:
         self.config = config
         self.placement = Placement()
         self.log = metrics.MetricLog()
+        self.usage = UsageLog() if config.usage.root else None
+        self.labelled = first_tenants((t.tenant_id for t in tenants), config.max_metric_tenants)
         self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
-        self._label = metrics.TenantLabels(
-            (t.tenant_id for t in tenants), config.max_metric_tenants
-        )
         self._settings = {model.name: model for model in config.models}
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
         }
         self._active: Counter[str] = Counter()
+        self._meters: dict[str, Meter] = {}  # by the engines' request_id
         self._started_at = int(time.time())
 
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
-            return backend.stream(request, self.placement.place(model, adapter_id))
+            place = self.placement.place(model, adapter_id)
+            return self._metered(request.request_id, backend.stream(request, place))
 
         return TextEngine(tokenizer, stream, backend.abort)
+
+    async def _metered(
+        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        meter = self._meters[request_id]
+        async with aclosing(outputs):
+            async for output in outputs:
+                meter.received(output)
+                yield output
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
         """Who asks. A trusted header, where there is one, beats the key. Errors: ApiError 401."""
@@ -93,6 +105,7 @@ class Frontend:
         elif settings.anonymous_tenant:
             tenant = self._directory.tenant(settings.anonymous_tenant)
         if tenant is None:
+            self.log.count(metrics.REQUESTS, ("", "", "401"))
             raise unauthorized()
         return tenant
 
@@ -136,17 +149,21 @@ class Frontend:
 
     def meter(self, tenant: TenantConfig) -> Meter:
         """Count a request in. Errors: ApiError 429 where tenant or ingress has its fill."""
-        settings = self.config.ingress
+        settings, label = self.config.ingress, self.labelled.label(tenant.tenant_id)
         if self._active.total() >= settings.max_concurrent_requests:
+            self.log.count(metrics.REQUESTS, ("", label, "429"))
             raise overloaded(f"{settings.max_concurrent_requests} requests at once: try again")
         limit = tenant.limits.max_concurrent_requests
         if self._active[tenant.tenant_id] >= limit:
+            self.log.count(metrics.REQUESTS, ("", label, "429"))
             raise overloaded(f"tenant {tenant.tenant_id} has {limit} requests running: try again")
         self._active[tenant.tenant_id] += 1
         return Meter(
             self.log,
             self.traffic,
-            self._label(tenant.tenant_id),
+            tenant.tenant_id,
+            label,
+            self.usage,
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
@@ -158,12 +175,18 @@ class Frontend:
         text = self._texts[job.target.model]
         num_choices = job.requests[0].sampling.n
         streams = [text.stream(request, job.stop) for request in job.requests]
-        async with aclosing(interleave(streams)) as outputs:
-            async for number, output in outputs:
-                if output.error_code is not None:
-                    raise engine_error(output.error_code, output.error)
-                meter.saw(job, output)
-                yield number * num_choices + output.index, output
+        names = [request.request_id for request in job.requests]
+        self._meters.update(dict.fromkeys(names, meter))
+        try:
+            async with aclosing(interleave(streams)) as outputs:
+                async for number, output in outputs:
+                    if output.error_code is not None:
+                        raise engine_error(output.error_code, output.error)
+                    meter.saw(job, output)
+                    yield number * num_choices + output.index, output
+        finally:
+            for name in names:
+                del self._meters[name]
 
     async def first(self, outputs: Outputs) -> tuple[int, TextOutput]:
         """The first output: an error that comes instead of it can still be an HTTP status."""

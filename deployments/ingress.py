@@ -25,6 +25,8 @@ from deployments.frontend import Frontend
 from deployments.replica_backend import ReplicaBackend
 from deployments.router_link import RouterLink
 from deployments.tenants import TenantConfig
+from deployments.usage import UsageWriter
+from deployments.usage_store import open_store
 
 _log = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
@@ -221,7 +223,21 @@ class Ingress:
         backends = {name: ReplicaBackend(handle) for name, handle in replicas.items()}
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
-        self._sync = asyncio.create_task(self._link.run())
+        self._tasks = [asyncio.create_task(self._link.run())]
+        self._writer: UsageWriter | None = None
+        if self._frontend.usage is not None:
+            store = open_store(config.usage.root, config.usage_s3().options())
+            self._writer = UsageWriter(self._frontend.usage, store, self._frontend.log)
+            self._tasks.append(asyncio.create_task(self._writer.run()))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self._frontend, self._link)
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the ingress is stopped in order, after its answers."""
+        if not hasattr(self, "_tasks"):
+            return
+        for task in self._tasks:
+            task.cancel()
+        if self._writer is not None:
+            await self._writer.close()

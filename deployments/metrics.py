@@ -1,26 +1,22 @@
-"""Every metric name in the house, once, and how plain numbers become series. Nobody else knows
-Prometheus.
+"""Every metric name in the house, once, and counting in plain numbers. Prometheus reads them from
+metric_registry.py.
 
 Ingresses and replicas count into a `MetricLog` and send what is new to the router, which alone owns
-the series: each
-answer of /metrics is of the whole service, whoever gives it, and a dead process takes no counter
-with it.
+the series: each answer of /metrics is of the whole service, whoever gives it, and a dead process
+takes no counter with it.
 """
 
+import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
-from deployments.placement.view import ReplicaView
 from model_runner.stats import EngineStats
 
-OTHER_TENANT = "other"
+MAX_TRAFFIC = 256
+"""Tenants whose traffic one delta tells, the busiest; that of the others waits for a later one."""
 
 
 class Kind(StrEnum):
@@ -68,9 +64,18 @@ CACHED_TOKENS = _counter(
     "moe_cached_tokens_total", "Prompt tokens found in the prefix cache.", *_TENANT
 )
 OUTPUT_TOKENS = _counter("moe_output_tokens_total", "Tokens given to clients.", *_TENANT)
+DISCARDED_TOKENS = _counter(
+    "moe_discarded_tokens_total", "Tokens made for a client and not given to it.", *_TENANT
+)
+RECOMPUTED_TOKENS = _counter(
+    "moe_recomputed_tokens_total", "Tokens computed again as their replica was lost.", *_TENANT
+)
 HANGUPS = _counter("moe_hangups_total", "Requests whose client left before the end.", *_TENANT)
 TTFT = _histogram(
     "moe_time_to_first_token_seconds", "From the request to its first token.", _TENANT, _SLOW_S
+)
+QUEUE = _histogram(
+    "moe_queue_seconds", "From the engine's submit to the first step.", _TENANT, _SLOW_S
 )
 INTER_TOKEN = _histogram(
     "moe_inter_token_seconds", "Time per token after the first.", _TENANT, _FAST_S
@@ -79,10 +84,20 @@ LATENCY = _histogram(
     "moe_request_seconds", "From the request to the end of its answer.", _TENANT, _SLOW_S
 )
 
+USAGE_RECORDS = _counter("moe_usage_records_total", "Usage records written for good.")
+USAGE_FAILURES = _counter("moe_usage_write_failures_total", "Writes of usage records that failed.")
+USAGE_LOST = _counter("moe_usage_records_lost_total", "Usage records given up for want of room.")
+
 ENGINE_STEPS = _counter("moe_engine_steps_total", "Forward passes.", "model")
 ENGINE_SAMPLED = _counter("moe_engine_sampled_tokens_total", "Tokens drawn on the device.", "model")
+ENGINE_DELIVERED = _counter(
+    "moe_engine_delivered_tokens_total", "Tokens drawn and handed out.", "model"
+)
 ENGINE_DISCARDED = _counter(
     "moe_engine_discarded_tokens_total", "Tokens drawn and thrown away.", "model"
+)
+ENGINE_REPLAYED = _counter(
+    "moe_engine_replayed_tokens_total", "Tokens computed again after a preemption.", "model"
 )
 ENGINE_PREEMPTIONS = _counter(
     "moe_engine_preemptions_total", "Sequences sent back for want of pages.", "model"
@@ -90,11 +105,17 @@ ENGINE_PREEMPTIONS = _counter(
 ENGINE_FINISHED = _counter(
     "moe_engine_finished_total", "Sequences ended, by reason.", "model", "reason"
 )
-ADAPTER_LOADS = _counter("moe_adapter_loads_total", "Adapters brought into a slot.", "model")
+_TIER = "remote: S3 or a folder to the host; host: found there; device: host to a slot."
+ADAPTER_LOADS = _counter("moe_adapter_loads_total", f"Adapter loads. {_TIER}", "model", "tier")
+ADAPTER_LOAD_S = _counter(
+    "moe_adapter_load_seconds_total", f"Time that loads took. {_TIER}", "model", "tier"
+)
+ADAPTER_FAILURES = _counter(
+    "moe_adapter_load_failures_total", "Adapter loads that ended in an error.", "model"
+)
 ADAPTER_EVICTIONS = _counter(
     "moe_adapter_evictions_total", "Adapters that lost their slot.", "model"
 )
-ADAPTER_LOAD_S = _counter("moe_adapter_load_seconds_total", "Time that loads took.", "model")
 
 RUNNING = _gauge("moe_running_sequences", "Sequences in the batch.", *_SEAT)
 WAITING = _gauge("moe_waiting_sequences", "Sequences that wait for pages or their turn.", *_SEAT)
@@ -110,6 +131,9 @@ SLOTS = _gauge("moe_adapter_slots", "Adapter slots.", *_SEAT)
 STEP_AGE = _gauge(
     "moe_engine_step_age_seconds", "Since the last step ended while work waited.", *_SEAT
 )
+HOST_ADAPTERS = _gauge("moe_host_tier_adapters", "Adapters in the host tier.", "node")
+HOST_USED = _gauge("moe_host_tier_used_bytes", "Host tier in use.", "node")
+HOST = _gauge("moe_host_tier_bytes", "Room in the host tier.", "node")
 REPLICAS = _gauge("moe_replicas", "Replicas that hold a seat.", "model")
 PLACEMENT_VERSION = _gauge("moe_placement_version", "Version of the placement map.")
 
@@ -120,22 +144,17 @@ SERIES: dict[str, Series] = {
 _ENGINE_COUNTERS = (
     (ENGINE_STEPS, "num_steps"),
     (ENGINE_SAMPLED, "sampled_tokens"),
+    (ENGINE_DELIVERED, "delivered_tokens"),
     (ENGINE_DISCARDED, "discarded_tokens"),
+    (ENGINE_REPLAYED, "replayed_tokens"),
     (ENGINE_PREEMPTIONS, "preemptions"),
-    (ADAPTER_LOADS, "loads"),
+    (ADAPTER_FAILURES, "load_failures"),
     (ADAPTER_EVICTIONS, "evictions"),
-    (ADAPTER_LOAD_S, "load_seconds"),
 )
-_ENGINE_GAUGES = (
-    (RUNNING, "running"),
-    (WAITING, "waiting"),
-    (WAITING_ADAPTER, "waiting_for_adapter"),
-    (FREE_PAGES, "free_pages"),
-    (PAGES, "num_pages"),
-    (ARENA_USED, "arena_used_bytes"),
-    (ARENA, "arena_bytes"),
-    (SLOTS, "num_slots"),
-    (STEP_AGE, "step_age_s"),
+_ENGINE_FAMILIES = (
+    (ENGINE_FINISHED, "finished"),
+    (ADAPTER_LOADS, "loads"),
+    (ADAPTER_LOAD_S, "load_seconds"),
 )
 
 Key = tuple[str, tuple[str, ...]]
@@ -147,10 +166,15 @@ class MetricDelta:
 
     counters  (name, labels) -> growth;  histograms  (name, labels) -> (growth per bucket, the last
     is infinity; sum)
+    traffic   tenant -> tokens: who is worth a label of its own
+    source, number  see `Outbox`; "" = not to be told apart
     """
 
     counters: tuple[tuple[Key, float], ...] = ()
     histograms: tuple[tuple[Key, tuple[int, ...], float], ...] = ()
+    traffic: tuple[tuple[str, int], ...] = ()
+    source: str = ""
+    number: int = 0
 
 
 class MetricLog:
@@ -159,6 +183,7 @@ class MetricLog:
     def __init__(self) -> None:
         self.counters: dict[Key, float] = {}
         self.histograms: dict[Key, tuple[list[int], float]] = {}
+        self.traffic: Counter[str] = Counter()  # tokens by tenant, whatever its label
 
     def count(self, series: Series, labels: tuple[str, ...], value: float = 1.0) -> None:
         """Let a counter grow. `labels` are values, in the series' order."""
@@ -175,20 +200,31 @@ class MetricLog:
         counts[bisect_left(series.buckets, value)] = times
         self._add((series.name, labels), counts, value * times)
 
-    def merge(self, delta: MetricDelta) -> None:
-        """Take over what another log counted."""
+    def merge(self, delta: MetricDelta, rename: Callable[[Key], Key] = lambda key: key) -> None:
+        """Add what another log counted, under the keys that `rename` gives."""
         for key, value in delta.counters:
+            key = rename(key)
             self.counters[key] = self.counters.get(key, 0.0) + value
         for key, counts, total in delta.histograms:
-            self._add(key, counts, total)
+            self._add(rename(key), counts, total)
+
+    def drop(self, is_gone: Callable[[Key], bool]) -> None:
+        """Forget what was counted under some keys."""
+        for key in [key for key in (*self.counters, *self.histograms) if is_gone(key)]:
+            self.counters.pop(key, None)
+            self.histograms.pop(key, None)
 
     def drain(self) -> MetricDelta:
-        """All that was counted; the log is empty afterwards."""
+        """All that was counted; the log is empty afterwards, but for traffic that did not fit."""
+        busiest = heapq.nlargest(MAX_TRAFFIC, self.traffic.items(), key=lambda item: item[1])
         delta = MetricDelta(
             tuple(self.counters.items()),
             tuple((key, tuple(counts), total) for key, (counts, total) in self.histograms.items()),
+            tuple(busiest),
         )
         self.counters, self.histograms = {}, {}
+        for tenant, _ in busiest:
+            del self.traffic[tenant]
         return delta
 
     def _add(self, key: Key, counts: Iterable[int], total: float) -> None:
@@ -199,78 +235,36 @@ class MetricLog:
         self.histograms[key] = (counts, old_total + total)
 
 
-class TenantLabels:
-    """Tenant ids as labels: the configured ones up to a limit, one word for all others."""
+class Outbox:
+    """Deltas on their way to the router, each offered again until it is known to have arrived.
 
-    def __init__(self, tenant_ids: Iterable[str], limit: int) -> None:
-        self._known = frozenset(list(tenant_ids)[:limit])
+    source  of this process and no other: with the number it tells a delta that came twice
+    """
 
-    def __call__(self, tenant_id: str) -> str:
-        return tenant_id if tenant_id in self._known else OTHER_TENANT
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._number = 0
+        self._pending: MetricDelta | None = None
+
+    def next(self, drain: Callable[[], MetricDelta]) -> MetricDelta:
+        """The delta that has not arrived yet, else a new one."""
+        if self._pending is None:
+            self._number += 1
+            self._pending = replace(drain(), source=self._source, number=self._number)
+        return self._pending
+
+    def arrived(self, delta: MetricDelta) -> None:
+        """The router has taken it."""
+        if self._pending is not None and self._pending.number == delta.number:
+            self._pending = None
 
 
-class MetricRegistry(Collector):
-    """The series of the whole service: totals of all logs, gauges of the replicas of now."""
-
-    def __init__(self) -> None:
-        self.totals = MetricLog()
-        self._views: tuple[ReplicaView, ...] = ()
-        self._placement_version = 0
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-
-    def set_now(self, views: Iterable[ReplicaView], placement_version: int) -> None:
-        """The replicas that live; a seat that is gone leaves no gauge behind."""
-        self._views = tuple(views)
-        self._placement_version = placement_version
-
-    def render(self) -> bytes:
-        """Prometheus' text form."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """The series, as prometheus_client asks for them."""
-        for series in SERIES.values():
-            if series.kind is Kind.COUNTER:
-                counter = CounterMetricFamily(
-                    series.name, series.documentation, labels=series.labels
-                )
-                for (name, labels), value in self.totals.counters.items():
-                    if name == series.name:
-                        counter.add_metric(labels, value)
-                yield counter
-            elif series.kind is Kind.HISTOGRAM:
-                yield self._histogram(series)
-        for series, values in self._gauges().items():
-            gauge = GaugeMetricFamily(series.name, series.documentation, labels=series.labels)
-            for labels, value in values:
-                gauge.add_metric(labels, value)
-            yield gauge
-
-    def _histogram(self, series: Series) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(series.name, series.documentation, labels=series.labels)
-        bounds = [*(str(float(bound)) for bound in series.buckets), "+Inf"]
-        for (name, labels), (counts, total) in self.totals.histograms.items():
-            if name == series.name:
-                heights = [sum(counts[: i + 1]) for i in range(len(counts))]
-                family.add_metric(labels, list(zip(bounds, heights, strict=True)), total)
-        return family
-
-    def _gauges(self) -> dict[Series, list[tuple[tuple[str, ...], float]]]:
-        gauges: dict[Series, list[tuple[tuple[str, ...], float]]] = {
-            series: [
-                ((view.model, view.seat), float(getattr(view.stats, field))) for view in self._views
-            ]
-            for series, field in _ENGINE_GAUGES
-        }
-        gauges[RESIDENT] = [
-            ((view.model, view.seat), float(len({ref.adapter_id for ref in view.resident})))
-            for view in self._views
-        ]
-        models = [view.model for view in self._views]
-        gauges[REPLICAS] = [((model,), float(models.count(model))) for model in sorted(set(models))]
-        gauges[PLACEMENT_VERSION] = [((), float(self._placement_version))]
-        return gauges
+def loads_delta(
+    model: str, loads: dict[str, int], load_seconds: dict[str, float], failures: int
+) -> MetricDelta:
+    """What a store without an engine has loaded, by tier."""
+    stats = EngineStats(loads=loads, load_seconds=load_seconds, load_failures=failures)
+    return engine_delta(model, EngineStats(), stats)
 
 
 def engine_delta(model: str, before: EngineStats, after: EngineStats) -> MetricDelta:
@@ -278,6 +272,8 @@ def engine_delta(model: str, before: EngineStats, after: EngineStats) -> MetricD
     log = MetricLog()
     for series, field in _ENGINE_COUNTERS:
         log.count(series, (model,), getattr(after, field) - getattr(before, field))
-    for reason, number in after.finished.items():
-        log.count(ENGINE_FINISHED, (model, str(reason)), number - before.finished.get(reason, 0))
+    for series, field in _ENGINE_FAMILIES:
+        was = getattr(before, field)
+        for name, number in getattr(after, field).items():
+            log.count(series, (model, str(name)), number - was.get(name, 0))
     return log.drain()

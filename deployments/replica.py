@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -21,7 +22,7 @@ from deployments.adapter_actor import adapter_store_actor
 from deployments.coalescing import coalesce
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
-from deployments.metrics import engine_delta
+from deployments.metrics import MetricDelta, MetricLog, Outbox, engine_delta, loads_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
 from model_runner.request import Request, RequestOutput
@@ -69,7 +70,7 @@ class Replica:
         self._wanted: set[AdapterRef] = set()
         self._fetches = asyncio.Lock()
         self._fetch_tasks: set[asyncio.Task[None]] = set()
-        self._reported = EngineStats()
+        self._log, self._counted = MetricLog(), EngineStats()
         self._seat_lost = False
 
         def make_engine() -> Engine:
@@ -79,6 +80,7 @@ class Replica:
         self._loop = EngineLoop(make_engine)
         await asyncio.to_thread(self._loop.start)
         self._replica_id, self._node_id = _identity()
+        self._outbox = Outbox(self._replica_id)
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
         self._reports = asyncio.create_task(self._report_for_ever())
 
@@ -129,10 +131,20 @@ class Replica:
             await asyncio.sleep(REPORT_PERIOD_S)
 
     async def _report(self) -> None:
+        assert self._engine is not None
+        adapters, used, room = await asyncio.to_thread(self._engine.host_tier)
         view = self._view()
-        delta = engine_delta(self._model, self._reported, view.stats)
-        orders: SeatOrders = await self._router.report.remote(view, delta)
-        self._reported = view.stats
+        # Tenants are counted by ingresses: thousands of them do not make this report longer.
+        stats = replace(
+            view.stats,
+            host_adapters=adapters,
+            host_used_bytes=used,
+            host_bytes=room,
+            by_tenant={},
+        )
+        delta = self._outbox.next(lambda: self._count(stats))
+        orders: SeatOrders = await self._router.report.remote(replace(view, stats=stats), delta)
+        self._outbox.arrived(delta)
         self._seat_lost = not orders.seated
         news = [ref for ref in orders.homes if ref not in self._wanted]
         if news:  # apart from the reports: a seat is lost if they stop
@@ -141,6 +153,11 @@ class Replica:
             self._fetch_tasks.add(task)
             task.add_done_callback(self._fetch_tasks.discard)
 
+    def _count(self, stats: EngineStats) -> MetricDelta:
+        self._log.merge(engine_delta(self._model, self._counted, stats))
+        self._counted = stats
+        return self._log.drain()
+
     async def _prefetch(self, refs: list[AdapterRef]) -> None:
         """Have the node's actor fetch adapters of this seat, so that requests find them near."""
         try:
@@ -148,6 +165,9 @@ class Replica:
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(self._make_actor)
             await self._actor.prefetch.remote(self._model, refs)
+            self._log.merge(
+                loads_delta(self._model, *await self._actor.take_loads.remote(self._model))
+            )
         except Exception as exc:
             # It died with the replica that made it, or gave up: the next try makes one if needed.
             _log.warning("nothing was fetched ahead: %s", exc)

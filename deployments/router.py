@@ -14,14 +14,20 @@ from dataclasses import dataclass
 
 from adapter_store.ref import AdapterRef
 from deployments.config import ServiceConfig
-from deployments.metrics import MetricDelta, MetricRegistry
+from deployments.metric_registry import MetricRegistry
+from deployments.metrics import MetricDelta
 from deployments.placement.registry import POLICIES
 from deployments.placement.view import Placement, ReplicaView, TenantLoad
+from deployments.tenant_labels import LabelledTenants, first_tenants
 
 LEASE_S = 10.0
 """A replica that was silent for so long has lost its seat."""
 
 SHARE_HALF_LIFE_S = 10.0
+
+METRICS_AFTER_S = 3.0
+"""A router that is younger shows no metrics: the first page must hold what all ingresses and
+replicas kept for it, or a scrape in between would take that for the work of a second."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,11 @@ class Router:
         self._leases: dict[str, _Lease] = {}
         # Versions grow over the router's lives too: an ingress compares nothing but this number.
         self._placement = Placement(version=int(time.time()))
-        self._metrics = MetricRegistry()
+        self._born_s = clock()
+        limit = config.max_metric_tenants
+        first = first_tenants((tenant.tenant_id for tenant in config.tenants), limit)
+        models = [model.name for model in config.models]
+        self._metrics = MetricRegistry(models, first, limit, clock)
 
     async def claim(self, model: str, replica_id: str, node_id: str) -> str:
         """A seat for a new replica: the lowest that is free, which a restarted one had before."""
@@ -72,7 +82,7 @@ class Router:
 
     async def report(self, view: ReplicaView, delta: MetricDelta) -> SeatOrders:
         """What a replica says of itself. A seat that nobody holds is given back to who names it."""
-        self._metrics.totals.merge(delta)
+        self._metrics.merge(delta)
         lease = self._leases.get(view.seat)
         now = self._clock()
         if lease and lease.view.replica_id != view.replica_id and now - lease.heard_at_s < LEASE_S:
@@ -96,13 +106,20 @@ class Router:
 
         None: it knows that version already.
         """
-        self._metrics.totals.merge(delta)
+        self._metrics.merge(delta)
         self._add_traffic(tokens)
         self._place()
         return None if self._placement.version == known_version else self._placement
 
+    async def metric_tenants(self, known: LabelledTenants) -> LabelledTenants:
+        """Which tenants an ingress is to count under their own names; a new router learns it."""
+        self._metrics.ranking.adopt(known)
+        return self._metrics.ranking.labelled
+
     async def metrics(self) -> bytes:
-        """All series in Prometheus' text form."""
+        """All series in Prometheus' text form; b"" from a router that is too young to know them."""
+        if self._clock() - self._born_s < METRICS_AFTER_S:
+            return b""
         self._place()
         self._metrics.set_now(await self.views(), self._placement.version)
         return self._metrics.render()

@@ -6,6 +6,7 @@ Not here: what the router does with them (router.py), and where requests go (ing
 import asyncio
 import time
 from contextlib import suppress
+from uuid import uuid4
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -13,7 +14,9 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api_errors import ApiError
 from deployments.frontend import Frontend
+from deployments.metrics import Outbox
 from deployments.placement.view import Placement
+from deployments.tenant_labels import LabelledTenants
 
 SYNC_PERIOD_S = 1.0
 _METRICS_MAX_AGE_S = 1.0
@@ -30,6 +33,7 @@ class RouterLink:
     def __init__(self, frontend: Frontend, router: DeploymentHandle) -> None:
         self._frontend = frontend
         self._router = router
+        self._outbox = Outbox(uuid4().hex)
         self._rendered = b""
         self._rendered_at_s = float("-inf")
         self._rendering: asyncio.Task[None] | None = None
@@ -45,17 +49,19 @@ class RouterLink:
     async def sync(self) -> None:
         """Send what was counted, take the map. What could not be sent goes with the next one."""
         frontend = self._frontend
-        delta, tokens = frontend.log.drain(), dict(frontend.traffic)
+        delta, tokens = self._outbox.next(frontend.log.drain), dict(frontend.traffic)
         frontend.traffic.clear()
         try:
             version = frontend.placement.version
             placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
         except _TROUBLE:
-            frontend.log.merge(delta)
             frontend.traffic.update(tokens)
             raise
+        self._outbox.arrived(delta)
         if placement is not None:
             frontend.placement = placement
+        labelled: LabelledTenants = await self._router.metric_tenants.remote(frontend.labelled)
+        frontend.labelled = labelled
 
     async def metrics(self) -> bytes:
         """Errors: ApiError 503 while the router does not answer."""
@@ -65,7 +71,8 @@ class RouterLink:
             with suppress(*_TROUBLE):
                 if await self._is_done_soon(self._rendering):
                     self._rendering.result()
-                    return self._rendered
+                    if self._rendered:
+                        return self._rendered
             raise ApiError(503, "the router does not answer", kind="server_error", retry_after_s=5)
         return self._rendered
 
@@ -82,7 +89,8 @@ class RouterLink:
     async def _render(self) -> None:
         await self.sync()
         self._rendered = await self._router.metrics.remote()
-        self._rendered_at_s = time.monotonic()
+        if self._rendered:
+            self._rendered_at_s = time.monotonic()
 
     async def _is_done_soon(self, call: "asyncio.Task[None]") -> bool:
         """Wait, but not for ever: a call to a router that died waits until Serve has made another

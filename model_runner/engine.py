@@ -261,6 +261,13 @@ class Engine:
             step_age_s=time.monotonic() - self._last_step if self.has_work else 0.0,
         )
 
+    def host_tier(self) -> tuple[int, int, int]:
+        """Adapters in the host tier, its bytes in use, and how many it may have.
+
+        Reads a folder, so not in the engine's thread: any other may call it.
+        """
+        return *self._host_cache.census(), self._host_cache.max_bytes
+
     def describe(self) -> dict[str, str | int]:
         """What was built, for a log line."""
         return {

@@ -18,7 +18,8 @@ class EngineStats:
     Once an engine is idle, delivered + discarded = sampled. No token is drawn twice: a preempted
     sequence keeps what it has, and computing that again (replayed) draws nothing.
     gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes,
-    arena_bytes, slots_in_use, num_slots
+    arena_bytes, slots_in_use, num_slots;  of the host tier, where whoever passes it on has
+              looked (`Engine.host_tier`): host_adapters, host_used_bytes, host_bytes
     resident  adapters in slots;  by_tenant  tenant -> delivered tokens
     distinct_experts  mean per layer and decode step since the last snapshot that asked for it (0
                       for dense models)
@@ -48,6 +49,9 @@ class EngineStats:
     arena_bytes: int = 0
     slots_in_use: int = 0
     num_slots: int = 0
+    host_adapters: int = 0
+    host_used_bytes: int = 0
+    host_bytes: int = 0
     resident: tuple[AdapterRef, ...] = ()
     by_tenant: dict[str, int] = field(default_factory=dict)
     distinct_experts: float = 0.0
