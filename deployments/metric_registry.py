@@ -72,7 +72,9 @@ class MetricRegistry(Collector):
             if len(self._heard) > _MAX_SOURCES:
                 self._heard.popitem(last=False)
         self.ranking.add(delta.traffic)
-        if gone := self.ranking.rank():
+        if self.ranking.is_due:
+            keys = (*self._totals.counters, *self._totals.histograms)
+            gone = self.ranking.rank({_tenant_of(key) or "" for key in keys})
             self._totals.drop(lambda key: _tenant_of(key) in gone)
         self._totals.merge(delta, self._exposed)
 

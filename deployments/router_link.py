@@ -49,6 +49,9 @@ class RouterLink:
     async def sync(self) -> None:
         """Send what was counted, take the map. What could not be sent goes with the next one."""
         frontend = self._frontend
+        # First: a new router learns whom the counts that follow may name.
+        labelled: LabelledTenants = await self._router.metric_tenants.remote(frontend.labelled)
+        frontend.labelled = labelled
         delta, tokens = self._outbox.next(frontend.log.drain), dict(frontend.traffic)
         frontend.traffic.clear()
         try:
@@ -60,8 +63,6 @@ class RouterLink:
         self._outbox.arrived(delta)
         if placement is not None:
             frontend.placement = placement
-        labelled: LabelledTenants = await self._router.metric_tenants.remote(frontend.labelled)
-        frontend.labelled = labelled
 
     async def metrics(self) -> bytes:
         """Errors: ApiError 503 while the router does not answer."""

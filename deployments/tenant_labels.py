@@ -5,7 +5,7 @@ Pure bookkeeping: the clock is an argument, and what is counted under a label is
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 OTHER_TENANT = "other"
@@ -68,11 +68,17 @@ class TenantRanking:
             if tenant_id != OTHER_TENANT:
                 self._scores[tenant_id] = self._scores.get(tenant_id, 0.0) + number
 
-    def rank(self) -> frozenset[str]:
-        """Give the places anew, if it is time; the tenants whose series are to go."""
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to rank."""
+        return self._clock() - self._ranked_at_s >= RANK_PERIOD_S
+
+    def rank(self, shown: Container[str]) -> frozenset[str]:
+        """Give the places anew; the tenants whose series are to go.
+
+        shown  tenants that have series at all: without any, a place is lost without a trace
+        """
         now = self._clock()
-        if now - self._ranked_at_s < RANK_PERIOD_S:
-            return frozenset()
         self._fade(0.5 ** ((now - self._ranked_at_s) / HALF_LIFE_S))
         self._ranked_at_s = now
         placed, scores = set(self.labelled.tenant_ids), self._scores
@@ -84,10 +90,12 @@ class TenantRanking:
                 loser = weakest[-1]
                 if others[tenant_id] <= _LEAD * scores.get(loser, 0.0):
                     break
-                if tenant_id not in self._still and not self._make_room(now, gone):
+                leaves_some = loser in shown and tenant_id not in self._still
+                if leaves_some and not self._make_room(now, gone):
                     continue
                 placed.remove(weakest.pop())
-                self._still[loser] = now
+                if loser in shown:
+                    self._still[loser] = now
             placed.add(tenant_id)
             self._still.pop(tenant_id, None)
         if placed != self.labelled.tenant_ids:

@@ -128,5 +128,5 @@ class S3Store:
 
 
 def open_store(root: str, s3: tuple[str, str, str, str]) -> UsageStore:
-    """The store at a root, `s3://bucket/prefix` or a folder. s3  the other arguments of `S3Store`."""
+    """The store at `s3://bucket/prefix` or in a folder. s3  the rest of what `S3Store` takes."""
     return S3Store(root, *s3) if root.startswith("s3://") else FolderStore(root)

@@ -6,18 +6,22 @@ The router and the node's actor are stand-ins that speak through `.remote`. Not 
 """
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 import deployments.replica as replica_side
 from adapter_store.ref import AdapterRef
 from deployments.config import ServiceConfig
+from deployments.metrics import MetricDelta
 from deployments.replica import Replica
 from deployments.router import SeatOrders
+from model_runner.request import Request, SamplingParams
 from tests.guards import take_out
 
 A, B = AdapterRef("t/a", "/a"), AdapterRef("t/b", "/b")
@@ -35,13 +39,18 @@ def remote(call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
 class FakeRouter:
     def __init__(self) -> None:
         self.orders = SeatOrders(True)
+        self.failure: Exception | None = None
+        self.heard: list[tuple[Any, MetricDelta]] = []
         self.claim, self.report = remote(self._claim), remote(self._report)
         self.release = remote(self._release)
 
     async def _claim(self, model: str, replica_id: str, node_id: str) -> str:
         return f"{model}-0"
 
-    async def _report(self, view: object, delta: object) -> SeatOrders:
+    async def _report(self, view: object, delta: MetricDelta) -> SeatOrders:
+        self.heard.append((view, delta))
+        if self.failure is not None:
+            raise self.failure
         return self.orders
 
     async def _release(self, seat: str, replica_id: str) -> None: ...
@@ -65,7 +74,10 @@ class FakeActors:
             if failure is not None:
                 raise failure
 
-        return SimpleNamespace(prefetch=remote(prefetch))
+        async def take_loads(model: str) -> tuple[dict[str, int], dict[str, float], int]:
+            return {"remote": 1, "host": 0, "device": 0}, {"remote": 0.5}, 0
+
+        return SimpleNamespace(prefetch=remote(prefetch), take_loads=remote(take_loads))
 
 
 @pytest.fixture
@@ -92,6 +104,9 @@ async def replica(
     settings, adapters = demo_config.models[0], demo_config.adapters
     await one.__init__(settings, adapters, str(tmp_path / "tier"), 0.02, router)  # type: ignore
     one._make_actor = actors.make  # type: ignore[method-assign]
+    while not router.heard:
+        await asyncio.sleep(0.005)
+    router.heard.clear()
     yield one
     await one.__del__()
     one.__class__ = Gone  # type: ignore[assignment]
@@ -166,6 +181,46 @@ async def test_an_actor_that_cannot_be_made_is_tried_again(
     replica._make_actor = make  # type: ignore[method-assign]
     await report(replica)
     assert actors.asked == [(1, [A])]
+
+
+async def test_a_report_that_was_lost_is_sent_again_as_it_was(
+    replica: Replica, router: FakeRouter
+) -> None:
+    """Its number tells the router whether it had it; what is new meanwhile goes with the next."""
+    router.failure = ActorDiedError()
+    with pytest.raises(ActorDiedError):
+        await report(replica)
+    request = Request("r", (5, 6, 7), SamplingParams(max_tokens=3, ignore_eos=True))
+    outputs = [o async for message in replica.generate(request) for o in message]
+    assert outputs[-1].num_output_tokens == 3
+    router.failure = None
+    await report(replica)
+    lost, again = (delta for _, delta in router.heard)
+    assert lost == again and again.number == 2 and again.source == "r1"
+    await report(replica)
+    delta = router.heard[-1][1]
+    assert delta.number == 3
+    assert (("moe_engine_delivered_tokens_total", ("demo",)), 3) in delta.counters
+
+
+async def test_a_report_does_not_grow_with_tenants(replica: Replica, router: FakeRouter) -> None:
+    for i in range(3):
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        request = Request(f"r{i}", (5, 6, 7), sampling, tenant_id=f"tenant-{i}")
+        assert [o async for o in replica.generate(request)]
+    while len((await replica.stats()).by_tenant) < 3:
+        await asyncio.sleep(0.005)
+    await report(replica)
+    assert b"tenant-" not in pickle.dumps(router.heard[-1])
+
+
+async def test_what_the_actor_loaded_is_counted(replica: Replica, router: FakeRouter) -> None:
+    router.orders = SeatOrders(True, (A,))
+    await report(replica)
+    await report(replica)
+    counters = dict(router.heard[-1][1].counters)
+    assert counters[("moe_adapter_loads_total", ("demo", "remote"))] == 1
+    assert counters[("moe_adapter_load_seconds_total", ("demo", "remote"))] == 0.5
 
 
 async def test_only_news_are_fetched(

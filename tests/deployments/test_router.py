@@ -3,6 +3,7 @@
 Without Ray.
 """
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from deployments.config import ServiceConfig, load_config
 from deployments.metrics import OUTPUT_TOKENS, MetricDelta, MetricLog
 from deployments.placement.view import ReplicaView
-from deployments.router import LEASE_S, Router
+from deployments.router import LEASE_S, METRICS_AFTER_S, Router
 from model_runner.stats import EngineStats
 
 
@@ -87,9 +88,12 @@ async def test_metrics_are_of_the_whole_service(router: Router, clock: Clock) ->
     log = MetricLog()
     log.count(OUTPUT_TOKENS, ("demo", "pirate"), 5)
     delta = log.drain()
-    await router.sync(-1, {}, delta)
-    await router.sync(-1, {}, delta)
+    for number in (1, 2, 2):  # the last came twice: its answer was lost
+        numbered = dataclasses.replace(delta, source="an ingress", number=number)
+        await router.sync(-1, {}, numbered)
     await router.report(view("demo-0", "r1", running=3, num_pages=7), MetricDelta())
+    assert await router.metrics() == b"", "too young to have heard of everybody"
+    clock.now_s += METRICS_AFTER_S
     text = (await router.metrics()).decode()
     assert 'moe_output_tokens_total{model="demo",tenant="pirate"} 10.0' in text
     assert 'moe_running_sequences{model="demo",seat="demo-0"} 3.0' in text
@@ -97,6 +101,7 @@ async def test_metrics_are_of_the_whole_service(router: Router, clock: Clock) ->
     clock.now_s += LEASE_S
     text = (await router.metrics()).decode()
     assert "moe_running_sequences{" not in text and "moe_output_tokens_total{" in text
+    assert 'moe_replicas{model="demo"} 0.0' in text
 
 
 async def test_shares_follow_the_traffic_and_fade(router: Router, clock: Clock) -> None:

@@ -1,0 +1,341 @@
+"""Usage records: what is written survives, nothing is doubled, sums are exact.
+
+Real S3 (SeaweedFS) whose answer gets lost, real files, a writer that is killed. Not here: what a
+request counts (test_meter.py).
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from botocore.exceptions import ConnectionClosedError
+
+from deployments import metrics, usage
+from deployments.config import load_config
+from deployments.metrics import MetricLog
+from deployments.usage import MOVED, RUNNING, UsageLog, UsageRecord, UsageWriter
+from deployments.usage_report import main, read_records, settle, sum_by_tenant
+from deployments.usage_store import FolderStore, S3Store, StoreError, UsageStore, open_store
+from tests.s3_server import S3Server, start_s3_server
+
+RECORD = UsageRecord(
+    request="chatcmpl-1",
+    attempt=1,
+    tenant="pirate",
+    model="demo",
+    adapter="pirate/pirate",
+    status="200",
+    prompt=10,
+    cached=4,
+    delivered=5,
+    discarded=2,
+    recomputed=0,
+    started="2026-01-31T23:59:59.000+00:00",
+    ended="2026-02-01T00:00:01.000+00:00",
+)
+
+
+class Running:
+    """A request that goes on: each record of it has one token more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.delivered = 0
+
+    def usage(self, status: str) -> Sequence[UsageRecord]:
+        self.delivered += 1
+        record = replace(RECORD, request=self.name, status=status, delivered=self.delivered)
+        return [replace(record, ended=f"2026-02-01T00:00:{self.delivered:02d}.000+00:00")]
+
+
+class FlakyStore(FolderStore):
+    """Fails so many times, before it has written or after."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.failures: list[str] = []
+        self.puts: list[str] = []
+
+    def put_new(self, name: str, body: bytes) -> None:
+        self.puts.append(name)
+        when = self.failures.pop(0) if self.failures else ""
+        if when != "before":
+            super().put_new(name, body)
+        if when:
+            raise StoreError(f"failed {when}")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FlakyStore:
+    return FlakyStore(tmp_path / "usage")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with start_s3_server() as server:
+        server.client().create_bucket(Bucket="usage")
+        yield server
+
+
+def s3_store(s3: S3Server, prefix: str, endpoint_url: str = "") -> S3Store:
+    endpoint = endpoint_url or s3.endpoint_url
+    found = open_store(
+        f"s3://usage/{prefix}", (endpoint, "us-east-1", s3.access_key, s3.secret_key)
+    )
+    assert isinstance(found, S3Store)
+    return found
+
+
+def end(log: UsageLog, *records: UsageRecord) -> None:
+    request = Running("short")
+    log.begin(request)
+    log.end(request, records)
+
+
+def records_of(store: UsageStore) -> list[UsageRecord]:
+    return list(read_records(store))
+
+
+def test_stores_keep_what_they_have(tmp_path: Path, s3: S3Server) -> None:
+    for store in (open_store(str(tmp_path / "usage"), ("",) * 4), s3_store(s3, "kept/there")):
+        assert list(store.names("")) == []
+        store.put_new("2026-01-31/a-1.jsonl", b"first")
+        store.put_new("2026-01-31/a-1.jsonl", b"second")
+        store.put_new("2026-02-01/a-2.jsonl", b"third")
+        assert list(store.names("")) == ["2026-01-31/a-1.jsonl", "2026-02-01/a-2.jsonl"]
+        assert list(store.names("2026-02")) == ["2026-02-01/a-2.jsonl"]
+        assert store.read("2026-01-31/a-1.jsonl") == b"first"
+        with pytest.raises(StoreError, match="absent"):
+            store.read("2026-01-31/absent.jsonl")
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_stores_say_what_is_wrong(tmp_path: Path, s3: S3Server) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file/2026"):
+        FolderStore(str(tmp_path / "file")).put_new("2026-01-31/a.jsonl", b"")
+    wrong = S3Store("s3://nowhere", s3.endpoint_url, "us-east-1", "nobody", "wrong")
+    with pytest.raises(StoreError, match="s3://nowhere/2026-01-31/a.jsonl: .*InvalidAccessKeyId"):
+        wrong.put_new("2026-01-31/a.jsonl", b"")
+    with pytest.raises(StoreError):
+        list(wrong.names(""))
+    deaf = S3Store("s3://usage", "http://127.0.0.1:9", "us-east-1", "k", "s")
+    with pytest.raises(StoreError, match="127.0.0.1:9"):
+        deaf.put_new("2026-01-31/a.jsonl", b"")
+
+
+async def test_a_batch_is_written_once_whenever_its_write_fails(store: FlakyStore) -> None:
+    log, counts = UsageLog(), MetricLog()
+    writer = UsageWriter(log, store, counts)
+    end(log, RECORD)
+    store.failures = ["after", "before", "after"]
+    for number in range(3):
+        with pytest.raises(StoreError):
+            await writer.flush()
+        end(log, replace(RECORD, request=f"later-{number}"))
+    await writer.flush()
+    assert len(set(store.puts[:4])) == 1 and len(set(store.puts)) == 2
+    found = [record.request for record in records_of(store)]
+    assert sorted(found) == ["chatcmpl-1", "later-0", "later-1", "later-2"]
+    assert counts.counters[(metrics.USAGE_RECORDS.name, ())] == 4
+    assert counts.counters[(metrics.USAGE_FAILURES.name, ())] == 3
+    puts = len(store.puts)
+    await writer.flush()
+    assert len(store.puts) == puts, "nothing new, nothing written"
+
+
+async def test_an_answer_that_s3_lost_doubles_nothing(s3: S3Server) -> None:
+    """The object is there and its writer does not know: the same put again is refused, and done."""
+    store = s3_store(s3, "lost")
+    put, puts = store._client.put_object, []
+
+    def put_and_lose_the_answer(**kwargs: Any) -> Any:
+        puts.append(kwargs["Key"])
+        answer = put(**kwargs)
+        if len(puts) < 2:
+            raise ConnectionClosedError(endpoint_url=s3.endpoint_url)
+        return answer
+
+    store._client.put_object = put_and_lose_the_answer
+    log, counts = UsageLog(), MetricLog()
+    writer = UsageWriter(log, store, counts)
+    end(log, RECORD, replace(RECORD, request="another"))
+    with pytest.raises(StoreError, match="Connection was closed"):
+        await writer.flush()
+    assert len(records_of(store)) == 2
+    end(log, replace(RECORD, request="later"))
+    await writer.flush()
+    assert len(puts) == 3 and len(set(puts)) == 2
+    assert [r.request for r in records_of(store)] == ["chatcmpl-1", "another", "later"]
+    assert counts.counters[(metrics.USAGE_RECORDS.name, ())] == 3
+
+
+async def test_two_writers_share_a_root(store: FlakyStore) -> None:
+    for _ in range(2):  # an ingress that began again numbers its batches from one, too
+        log = UsageLog()
+        end(log, RECORD)
+        await UsageWriter(log, store, MetricLog()).flush()
+    assert len(list(store.names(""))) == 2
+    assert sum_by_tenant(records_of(store))["pirate"]["billed"] == 5, "one request is billed once"
+
+
+async def test_a_store_that_is_away_costs_bounded_memory(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "MAX_WAITING", 3)
+    log, counts = UsageLog(), MetricLog()
+    writer = UsageWriter(log, store, counts)
+    store.failures = ["before"] * 2
+    for number in range(2):
+        end(log, *(replace(RECORD, request=f"{number}-{i}") for i in range(5)))
+        with pytest.raises(StoreError):
+            await writer.flush()
+    assert [record.request for record in log.ended] == ["1-2", "1-3", "1-4"], "the newest are kept"
+    assert counts.counters[(metrics.USAGE_LOST.name, ())] == 2
+
+
+async def test_what_runs_is_written_as_it_goes(store: FlakyStore) -> None:
+    log = UsageLog()
+    writer = UsageWriter(log, store, MetricLog())
+    request = Running("long")
+    log.begin(request)
+    await writer.flush(min_age_s=60)
+    assert records_of(store) == [], "it may end any moment"
+    for _ in range(3):
+        await writer.flush(min_age_s=0)
+    statuses = [record.status for record in records_of(store)]
+    assert statuses == [RUNNING] * 3
+    (latest,) = settle(records_of(store))
+    assert (latest.status, latest.delivered) == (RUNNING, 3)
+    log.end(request, request.usage("200"))
+    await writer.flush(min_age_s=0)
+    await writer.flush(min_age_s=0)
+    (last,) = settle(reversed(records_of(store)))
+    assert (last.status, last.delivered) == ("200", 4)
+
+
+async def test_closing_writes_all(store: FlakyStore) -> None:
+    log = UsageLog()
+    writer = UsageWriter(log, store, MetricLog())
+    log.begin(Running("cut off"))
+    end(log, RECORD)
+    await writer.close()
+    assert {record.request for record in records_of(store)} == {"cut off", "chatcmpl-1"}
+    store.failures = ["before"]
+    end(log, RECORD)
+    await writer.close()  # says so in the log, and goes
+
+
+KILLED = """
+import asyncio, sys, time
+from dataclasses import replace
+from deployments import usage
+from deployments.metrics import MetricLog
+from deployments.usage_store import FolderStore
+from tests.deployments.test_usage import RECORD, end
+
+async def main():
+    usage.FLUSH_S = 0.1
+    log = usage.UsageLog()
+    asyncio.create_task(usage.UsageWriter(log, FolderStore(sys.argv[1]), MetricLog()).run())
+    for number in range(100_000):
+        end(log, replace(RECORD, request=str(number)))
+        print(number, time.time(), flush=True)
+        await asyncio.sleep(0.001)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("lives_s", [0.35, 0.6, 0.95])
+def test_a_killed_writer_loses_the_last_moment_only(tmp_path: Path, lives_s: float) -> None:
+    """Its period here is 0.1 s: what ended 0.25 s before the last of its prints is kept, once."""
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    printed = [process.stdout.readline()]
+    while float(printed[-1].split()[1]) - float(printed[0].split()[1]) < lives_s:
+        printed.append(process.stdout.readline())
+    process.kill()
+    printed += process.stdout.readlines()
+    process.wait()
+    ends = {name: float(at) for name, at in (line.split() for line in printed if line.count(" "))}
+    kept = [record.request for record in records_of(FolderStore(str(tmp_path)))]
+    assert len(kept) == len(set(kept)) > 50
+    # A busy machine may stretch the period: by the largest pause that the writer itself had.
+    times = sorted(ends.values())
+    pause_s = max(b - a for a, b in zip(times, times[1:], strict=False))
+    due = {name for name, at in ends.items() if at < times[-1] - 0.25 - 3 * pause_s}
+    assert due <= set(kept)
+
+
+def test_sums_pass_over_doubles_and_days(store: FlakyStore) -> None:
+    moved = replace(RECORD, status=MOVED, delivered=3, discarded=0)
+    resumed = replace(
+        RECORD, attempt=2, prompt=0, cached=0, delivered=4, discarded=0, recomputed=13
+    )
+    other = replace(RECORD, request="o", tenant="formal", started="2026-02-01T08:00:00.000+00:00")
+    lines = [moved.line(), resumed.line(), other.line(), resumed.line()]
+    store.put_new("2026-02-01/a-1.jsonl", ("\n".join(lines) + "\n").encode())
+    store.put_new("2026-02-02/a-2.jsonl", (other.line() + "\n").encode())
+    totals = sum_by_tenant(read_records(store))
+    assert totals["pirate"] == {
+        "requests": 1, "prompt": 10, "cached": 4, "billed": 7,
+        "delivered": 7, "discarded": 0, "recomputed": 13,
+    }  # fmt: skip
+    assert totals["formal"]["requests"] == 1 and totals["formal"]["billed"] == 5
+    assert set(sum_by_tenant(read_records(store, "2026-01-31"))) == {"pirate"}
+    assert set(sum_by_tenant(read_records(store, "2026-02-01"))) == {"formal"}
+    assert sum_by_tenant(read_records(store, "2026-02-02")) == {}
+
+
+def test_a_line_holds_what_a_bill_needs_and_no_secret() -> None:
+    line = json.loads(RECORD.line())
+    assert line["billed"] == line["delivered"] == 5
+    assert set(line) == {
+        "request", "attempt", "tenant", "model", "adapter", "status", "prompt", "cached",
+        "delivered", "discarded", "recomputed", "billed", "started", "ended",
+    }  # fmt: skip
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Path(__file__).resolve().parent.parent / "data" / "demo" / "base"
+    path = tmp_path / "config.yaml"
+    settings = {"models": [{"name": "demo", "path": str(demo)}], "usage": {"root": "records"}}
+    path.write_text(yaml.safe_dump(settings))
+    assert load_config(path).usage.root == str(tmp_path / "records")
+    arguments = ["--config", str(path)]
+    FolderStore(str(tmp_path / "records")).put_new("2026-02-01/a.jsonl", RECORD.line().encode())
+    assert main(arguments) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line == {"tenant": "pirate", "requests": 1} | {
+        name: getattr(RECORD, name)
+        for name in ("prompt", "cached", "billed", "delivered", "discarded", "recomputed")
+    }
+    assert main([*arguments, "--day", "2026-01-30"]) == 0 and not capsys.readouterr().out
+    assert main([*arguments, "--day", "yesterday"]) == 1
+    assert "yesterday" in capsys.readouterr().err
+    (tmp_path / "records" / "2026-02-01" / "b.jsonl").write_text('{"request": 1}\n')
+    assert main(arguments) == 1
+    assert "2026-02-01/b.jsonl, line 1" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(settings | {"usage": {}}))
+    assert main(arguments) == 1 and "usage.root is empty" in capsys.readouterr().err
+
+
+def test_names_tell_the_day(store: FlakyStore) -> None:
+    def now() -> datetime:
+        return datetime(2026, 1, 31, 23, 59, 59, tzinfo=UTC)
+
+    log = UsageLog()
+    end(log, RECORD)
+    name, _, number = UsageWriter(log, store, MetricLog(), now)._next(0.0) or ("", b"", 0)
+    assert name.startswith("2026-01-31/") and name.endswith("-00000001.jsonl") and number == 1
