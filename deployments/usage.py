@@ -121,6 +121,8 @@ class UsageWriter:
         self._number = 0
         self._batch: tuple[str, bytes, int] | None = None  # name, body, records
         self._writing = asyncio.Lock()
+        for series in (metrics.USAGE_RECORDS, metrics.USAGE_FAILURES, metrics.USAGE_LOST):
+            counts.count(series, (), 0)  # so that the first failure is seen as growth
 
     async def run(self) -> None:
         """Write for ever."""

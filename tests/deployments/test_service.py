@@ -7,6 +7,7 @@ adapters. The service's keys may read the bucket `open` and no other.
 import asyncio
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -27,7 +28,16 @@ from ray import serve
 
 from deployments.application import start
 from deployments.config import load_config
+from deployments.usage import UsageRecord
+from deployments.usage_report import read_records, settle
+from deployments.usage_store import open_store
 from model_runner.stats import EngineStats
+from tests.prometheus_server import (
+    PrometheusServer,
+    dashboard_queries,
+    rule_expressions,
+    start_prometheus,
+)
 from tests.s3_server import READER_KEY, READER_SECRET, start_s3_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -40,6 +50,8 @@ STYLES = ("pirate", "formal", "spanish")
 @dataclass
 class Service:
     url: str
+    usage_root: str
+    usage_options: tuple[str, str, str, str]
 
     def client(self, tenant: str = "pirate") -> openai.OpenAI:
         return openai.OpenAI(api_key=f"key-of-{tenant}", base_url=f"{self.url}/v1", max_retries=0)
@@ -53,6 +65,11 @@ class Service:
         handle = serve.get_deployment_handle(f"Replica-{model}", "default")
         found: list[EngineStats] = handle.broadcast("stats").results()
         return found
+
+    def usage(self) -> dict[str, UsageRecord]:
+        """The last record of each request."""
+        store = open_store(self.usage_root, self.usage_options)
+        return {record.request: record for record in settle(read_records(store))}
 
     def metrics(self) -> "Metrics":
         time.sleep(2.5)  # replicas report once a second, and the page may be a second old
@@ -93,9 +110,10 @@ def service() -> Iterator[Service]:
         "TEST_S3_SECRET": READER_SECRET,
     }
     with pytest.MonkeyPatch.context() as patch, start_s3_server() as s3:
+        environment |= {"TEST_USAGE_KEY": s3.access_key, "TEST_USAGE_SECRET": s3.secret_key}
         for name, value in environment.items():
             patch.setenv(name, value)
-        for bucket in ("open", "closed"):
+        for bucket in ("open", "closed", "usage"):
             s3.client().create_bucket(Bucket=bucket)
         for style in STYLES:
             s3.put_folder("open", style, DEMO / "adapters" / style)
@@ -116,14 +134,23 @@ def service() -> Iterator[Service]:
             _node_ip_address="127.0.0.1",
         )
         try:
-            start(load_config(path))
-            found = Service(f"http://127.0.0.1:{port}")
+            config = load_config(path)
+            start(config)
+            url, options = f"http://127.0.0.1:{port}", config.usage_s3().options()
+            found = Service(url, config.usage.root, options)
             wait_until(lambda: httpx.get(f"{found.url}/ready").status_code == 200, 60)
             yield found
         finally:
             serve.shutdown()
             ray.shutdown()
             shutil.rmtree(private, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def prometheus(service: Service) -> Iterator[PrometheusServer]:
+    with start_prometheus(service.url.removeprefix("http://")) as server:
+        wait_until(lambda: server.value("sum(moe_replicas)") == 3, 60)
+        yield server
 
 
 def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
@@ -165,14 +192,23 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
             },
         },
         "tenants": tenants,
+        "usage": {
+            "root": "s3://usage/records",
+            "s3": {
+                "endpoint_url": endpoint_url,
+                "region": "us-east-1",
+                "access_key_env": "TEST_USAGE_KEY",
+                "secret_key_env": "TEST_USAGE_SECRET",
+            },
+        },
         "http": {"port": port},
     }
 
 
-def wait_until(condition: Any, timeout_s: float) -> None:
+def wait_until(condition: Any, timeout_s: float, what: str = "") -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        assert time.monotonic() < deadline, f"{what} not within {timeout_s} s"
         time.sleep(0.01)
 
 
@@ -389,9 +425,82 @@ def test_metrics_are_one_story(service: Service) -> None:
     assert after("moe_replicas", model="demo") == 2
     assert after("moe_adapter_slots", model="small") == 2
     steps, loads = "moe_engine_steps_total", "moe_adapter_loads_total"
-    assert after(steps, model="demo") == sum(stats.num_steps for stats in service.stats())
-    assert after(loads, model="demo") == sum(stats.loads for stats in service.stats())
+    stats = service.stats()
+    assert after(steps, model="demo") == sum(s.num_steps for s in stats)
+    device = {"model": "demo", "tier": "device"}
+    assert after(loads, **device) == sum(s.loads["device"] for s in stats) > 0
+    assert after("moe_adapter_load_seconds_total", **device) > 0
+    # Who fetched from S3, an engine or the node's actor ahead of it, does not matter.
+    assert after(loads, tier="remote") >= 3
+    assert after("moe_host_tier_adapters") >= 3 and after("moe_host_tier_used_bytes") > 0
+    idle = [s.delivered_tokens + s.discarded_tokens - s.sampled_tokens for s in stats]
+    assert idle == [0, 0]
     assert after("moe_time_to_first_token_seconds_count", tenant="spanish") >= 3
+
+
+def test_a_record_of_every_request_is_kept(service: Service) -> None:
+    """As the client was told, stop strings and streams included; nobody else's are billed."""
+    client, line = service.client("formal"), QUESTIONS[2]
+    made = [ask(client, "formal", line["question"]) for _ in range(2)]
+    made.append(ask(client, "demo", line["question"], stop=[line["base"][3:6]], n=2))
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    made.append(list(ask(client, "formal-small", line["question"], **options))[-1])
+    wanted = {answer.id: answer.usage for answer in made}
+    wait_until(lambda: wanted.keys() <= service.usage().keys(), 20)
+    found = {name: service.usage()[name] for name in wanted}
+    for name, usage in wanted.items():
+        record = found[name]
+        assert (record.status, record.attempt, record.tenant) == ("200", 1, "formal")
+        assert (record.prompt, record.billed) == (usage.prompt_tokens, usage.completion_tokens)
+    assert [record.adapter for record in found.values()] == [
+        "formal/formal", "formal/formal", "", "formal/formal-small",
+    ]  # fmt: skip
+    refused = [record for record in service.usage().values() if record.tenant == "unlucky"]
+    assert all(record.billed == 0 for record in refused if record.status != "200")
+
+
+def test_prometheus_sees_what_was_done(service: Service, prometheus: PrometheusServer) -> None:
+    begin = time.time() - 2
+    labels = '{model="demo", tenant="pirate"}'
+    before = {name: prometheus.value(f"sum(moe_{name}{labels})") for name in SEEN}
+    asked = [ask(service.client(), "pirate", line["question"]) for line in QUESTIONS[:4]]
+    grown = [
+        sum(answer.usage.prompt_tokens for answer in asked),
+        sum(answer.usage.completion_tokens for answer in asked),
+        *[len(asked)] * 3,
+    ]
+    wanted = {name: before[name] + more for name, more in zip(SEEN, grown, strict=True)}
+
+    def seen() -> bool:
+        return wanted == {name: prometheus.value(f"sum(moe_{name}{labels})") for name in SEEN}
+
+    wait_until(seen, 30)
+    assert prometheus.increase(f"moe_output_tokens_total{labels}", begin) == grown[1]
+    quantile = "histogram_quantile(0.99, sum by (le) (moe_queue_seconds_bucket))"
+    assert 0 < prometheus.value(quantile) < 160
+
+
+SEEN = (
+    "prompt_tokens_total",
+    "output_tokens_total",
+    "requests_total",
+    "queue_seconds_count",
+    "time_to_first_token_seconds_count",
+)
+
+
+def test_dashboards_and_alerts_have_something_to_show(prometheus: PrometheusServer) -> None:
+    """Every expression is one that Prometheus understands, and matches series that are there."""
+
+    def finds(expression: str) -> bool:
+        # An alert compares: without the comparison there is always a value.
+        return bool(prometheus.series(re.sub(r" (==|>|<) [\d.]+", "", expression)))
+
+    for where, expression in dashboard_queries() + rule_expressions():
+        wait_until(lambda e=expression: finds(e), 20, where)
+    rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+    assert {rule["name"] for rule in rules} == {name for name, _ in rule_expressions()}
+    assert {rule["health"] for rule in rules} == {"ok"}
 
 
 def test_adapters_live_at_home(service: Service) -> None:
@@ -401,12 +510,15 @@ def test_adapters_live_at_home(service: Service) -> None:
     assert not set.intersection(*loaded)
 
 
-def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(service: Service) -> None:
+def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
+    service: Service, prometheus: PrometheusServer
+) -> None:
     def replicas() -> set[str]:
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return {name for name in names if "Replica-demo" in name}
 
-    victim = min(replicas())
+    victim, begin, steps = min(replicas()), time.time(), 'moe_engine_steps_total{model="demo"}'
+    before = prometheus.value(steps)
     ray.kill(ray.get_actor(victim, namespace="serve"), no_restart=False)
     jobs = mixed_jobs(12)
     by_question = {line["question"]: line for line in QUESTIONS}
@@ -415,8 +527,24 @@ def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(service: Service) ->
     wait_until(lambda: len(replicas()) == 2 and victim not in replicas(), 60)
     wait_until(lambda: service.metrics()("moe_replicas", model="demo") == 2, 60)
 
+    def seats() -> set[str]:
+        return {labels["seat"] for labels in prometheus.series('{model="demo", seat!=""}')}
 
-def test_without_its_router_the_service_goes_on(service: Service) -> None:
+    # No gauge of the dead one stays; what it counted stays with the service.
+    wait_until(lambda: len(seats()) == prometheus.value('moe_replicas{model="demo"}') == 2, 30)
+    assert prometheus.value(steps) > before
+    assert prometheus.increase(steps, begin) <= prometheus.value(steps) - before, (
+        "it never went down"
+    )
+
+
+def test_without_its_router_the_service_goes_on(
+    service: Service, prometheus: PrometheusServer
+) -> None:
+    """Counters begin at zero again: Prometheus sees what was done meanwhile, and no more."""
+    requests = 'moe_requests_total{status="200"}'
+    time.sleep(3)  # what is done so far is known to the router, and seen
+    begin = time.time()
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     ray.kill(ray.get_actor(next(n for n in names if "#Router#" in n), namespace="serve"))
     line = QUESTIONS[1]
@@ -425,6 +553,11 @@ def test_without_its_router_the_service_goes_on(service: Service) -> None:
         assert answer.choices[0].message.content == line[style]
     wait_until(lambda: httpx.get(f"{service.url}/metrics", timeout=30).status_code == 200, 60)
     wait_until(lambda: service.metrics()("moe_replicas") == 3, 60)
+    wait_until(lambda: prometheus.increase(requests, begin - 2) >= len(STYLES), 30)
+    time.sleep(2)
+    assert prometheus.increase(requests, begin - 2) == len(STYLES)
+    steps = prometheus.increase("moe_engine_steps_total", begin - 2)
+    assert 0 < steps < sum(s.num_steps for s in service.stats())
 
 
 def test_health_and_readiness(service: Service) -> None:
