@@ -161,6 +161,14 @@ class UsageSettings(_Section):
     root: str = ""
     s3: S3Settings | None = None
 
+    @field_validator("root")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        scheme, has_scheme, rest = value.partition("://")
+        if has_scheme and (scheme != "s3" or not rest.partition("/")[0]):
+            raise ValueError(f"{value!r} is neither s3://bucket/prefix nor a folder")
+        return value
+
 
 class HttpSettings(_Section):
     """Where the launcher makes Serve listen (`serve run` has its own default, the same one)."""

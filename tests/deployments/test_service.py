@@ -66,6 +66,12 @@ class Service:
         found: list[EngineStats] = handle.broadcast("stats").results()
         return found
 
+    def seats(self, model: str = "demo") -> set[str]:
+        """Those of the replicas that live."""
+        handle = serve.get_deployment_handle(f"Replica-{model}", "default")
+        told = handle.broadcast("record_replica_metadata").results()
+        return {metadata["seat"] for metadata in told}
+
     def usage(self) -> dict[str, UsageRecord]:
         """The last record of each request."""
         store = open_store(self.usage_root, self.usage_options)
@@ -517,6 +523,10 @@ def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return {name for name in names if "Replica-demo" in name}
 
+    def seats() -> set[str]:
+        return {labels["seat"] for labels in prometheus.series('{model="demo", seat!=""}')}
+
+    wait_until(lambda: seats() == service.seats(), 30)
     victim, begin, steps = min(replicas()), time.time(), 'moe_engine_steps_total{model="demo"}'
     before = prometheus.value(steps)
     ray.kill(ray.get_actor(victim, namespace="serve"), no_restart=False)
@@ -527,11 +537,9 @@ def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
     wait_until(lambda: len(replicas()) == 2 and victim not in replicas(), 60)
     wait_until(lambda: service.metrics()("moe_replicas", model="demo") == 2, 60)
 
-    def seats() -> set[str]:
-        return {labels["seat"] for labels in prometheus.series('{model="demo", seat!=""}')}
-
     # No gauge of the dead one stays; what it counted stays with the service.
-    wait_until(lambda: len(seats()) == prometheus.value('moe_replicas{model="demo"}') == 2, 30)
+    wait_until(lambda: seats() == service.seats(), 30)
+    assert len(seats()) == prometheus.value('moe_replicas{model="demo"}') == 2
     assert prometheus.value(steps) > before
     assert prometheus.increase(steps, begin) <= prometheus.value(steps) - before, (
         "it never went down"
