@@ -35,8 +35,7 @@ def make_request(number: int, rng: random.Random) -> Request:
     return Request(f"r{number}", ids, sampling, ref, tenant_id=f"t{number % 3}")
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(("look_ahead", "prefix_cache"), [(False, True), (True, False)])
 def test_every_token_drawn_is_delivered_or_discarded(
     look_ahead: bool, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,28 +49,32 @@ def test_every_token_drawn_is_delivered_or_discarded(
         tokens, logprobs = wait(step)
         numbers = range(drawn, drawn + len(tokens))
         drawn += len(tokens)
-        spoilt = [-1 if i % 250 == 249 else t for i, t in zip(numbers, tokens, strict=True)]
+        spoilt = [-1 if i % 150 == 149 else t for i, t in zip(numbers, tokens, strict=True)]
         return spoilt, logprobs
 
     monkeypatch.setattr(PendingStep, "wait", wait_and_spoil)
     fields = TIGHT | {"look_ahead": look_ahead, "prefix_cache": prefix_cache, "seed": 1}
     engine = Engine(EngineConfig(model=str(BASE_DIR), **fields))
-    waiting = [make_request(number, rng) for number in range(20)]
+    waiting = [make_request(number, rng) for number in range(14)]
     tenants = {request.request_id: request.tenant_id for request in waiting}
     open_ids = {(r.request_id, i) for r in waiting for i in range(r.sampling.n)}
     by_tenant, reasons, discarded, queued = Counter[str](), Counter[str](), 0, []
     try:
         engine.load_adapters(ref for ref in REFS if ref is not None)
-        deadline = time.monotonic() + 100
+        num_turns = 0
         while waiting or engine.has_work:
-            assert time.monotonic() < deadline
+            num_turns += 1
+            assert num_turns < 20_000
             while waiting and rng.random() < 0.5:
                 engine.submit(waiting.pop())
             some = [place for place in sorted(open_ids) if place[0] not in ("r0", "r1")]
             if some and rng.random() < 0.02:
                 name, index = rng.choice(some)
                 engine.abort(name, rng.choice([None, index]))
-            for output in engine.step():
+            outputs = engine.step()
+            if not outputs and not engine.is_stepping:
+                time.sleep(0.001)  # all that is left waits for an adapter
+            for output in outputs:
                 by_tenant[tenants[output.request_id]] += len(output.new_token_ids)
                 assert output.finish_reason or not output.num_discarded_tokens
                 if output.new_token_ids:
