@@ -538,8 +538,8 @@ def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
     wait_until(lambda: service.metrics()("moe_replicas", model="demo") == 2, 60)
 
     # No gauge of the dead one stays; what it counted stays with the service.
-    wait_until(lambda: seats() == service.seats(), 30)
-    assert len(seats()) == prometheus.value('moe_replicas{model="demo"}') == 2
+    wait_until(lambda: len(seats()) == 2 and seats() == service.seats(), 60)
+    wait_until(lambda: prometheus.value('moe_replicas{model="demo"}') == 2, 30)
     assert prometheus.value(steps) > before
     assert prometheus.increase(steps, begin) <= prometheus.value(steps) - before, (
         "it never went down"
