@@ -5,6 +5,7 @@ What it says is never changed later. No Ray here.
 
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -27,10 +28,10 @@ from deployments.tenants import TenantConfig, TenantLimits, key_digest
 from model_runner.config import EngineConfig
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
-_ENGINE_KEYS = {field.name for field in fields(EngineConfig)} - {"model", "load_format"}
+ENGINE_KEYS = {field.name for field in fields(EngineConfig)} - {"model", "load_format"}
 _DIGEST = "sha256:"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$"
-_ID = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 
 
 class ConfigError(ValueError):
@@ -60,10 +61,11 @@ class ModelSettings(_Section):
     @field_validator("engine")
     @classmethod
     def _known_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(value) - _ENGINE_KEYS)
+        unknown = sorted(set(value) - ENGINE_KEYS)
         if unknown:
             raise ValueError(f"unknown engine setting {unknown[0]!r}")
-        return value
+        typed = _ENGINE.validate_python({"model": ""} | value)
+        return {key: getattr(typed, key) for key in value}
 
     @model_validator(mode="after")
     def _engine_is_valid(self) -> Self:
@@ -113,7 +115,10 @@ class AdapterSettings(_Section):
 
 
 class AdapterEntry(_Section):
-    """One adapter of a tenant; in the file a plain uri will do. `base` "" = the first model."""
+    """One adapter of a tenant; in the file a plain uri will do.
+
+    base  "" = the one that its name says (`base:name`), else the first model
+    """
 
     uri: str = Field(min_length=1)
     base: str = ""
@@ -127,15 +132,21 @@ class LimitSettings(_Section):
 
 
 class TenantSettings(_Section):
-    """One tenant. `api_keys` are plain or `sha256:<hex>`; only digests stay in memory."""
+    """One tenant. `api_keys` are plain or `sha256:<hex>`; only digests stay in memory.
 
-    tenant_id: str = Field(pattern=_ID)
+    adapters  name -> where it lies; `base:name` where one name stands for several bases' adapters
+    acts_for  tenants whose adapters it may name as its own (a gateway): the request is theirs, with
+              their weight, placement and counts; the limits are those of the one who asks
+    """
+
+    tenant_id: str = Field(pattern=ID_PATTERN)
     api_keys: tuple[str, ...] = ()
     adapters: dict[str, AdapterEntry] = {}
     weight: Annotated[float, Field(gt=0)] = 1.0
     limits: LimitSettings = LimitSettings()
     allowed_uris: tuple[str, ...] = ()
     base_model_access: bool | None = None
+    acts_for: tuple[str, ...] = ()
 
     @field_validator("api_keys", mode="before")
     @classmethod
@@ -207,6 +218,9 @@ class ServiceConfig(_Section):
 
     def _tenant_config(self, tenant: TenantSettings) -> TenantConfig:
         access = tenant.base_model_access
+        entries = _entries(self, tenant)
+        times = Counter(name for name, _, _ in entries)
+        listed = [name if times[name] == 1 else f"{base}:{name}" for name, base, _ in entries]
         return TenantConfig(
             tenant_id=tenant.tenant_id,
             api_key_digests=tuple(key.removeprefix(_DIGEST) for key in tenant.api_keys),
@@ -215,13 +229,14 @@ class ServiceConfig(_Section):
                     adapter_id=f"{tenant.tenant_id}/{name}",
                     uri=join_uri(self.adapters.root, entry.uri),
                     revision=entry.revision,
-                    base=entry.base or self.models[0].name,
+                    base=base,
                 )
-                for name, entry in tenant.adapters.items()
+                for name, (_, base, entry) in zip(listed, entries, strict=True)
             },
             weight=tenant.weight,
             limits=TenantLimits(tenant.limits.max_concurrent_requests),
             base_model_access=self.base_model_access if access is None else access,
+            acts_for=tenant.acts_for,
         )
 
 
@@ -240,11 +255,19 @@ def load_config(path: str | Path = DEFAULT_CONFIG) -> ServiceConfig:
         raise ConfigError(f"{path}: {exc}") from exc
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of settings")
+    return make_config(values, str(path), path.parent)
+
+
+def make_config(values: dict[str, Any], source: str, folder: Path) -> ServiceConfig:
+    """The configuration that these settings are; relative folders are meant from `folder`.
+
+    Errors: ConfigError, which names the source and every key at fault.
+    """
     try:
         config = ServiceConfig.model_validate(values)
     except ValidationError as exc:
-        raise ConfigError(f"{path}: {_words(exc)}") from None
-    return _with_absolute_folders(config, path.parent)
+        raise ConfigError(f"{source}: {_words(exc)}") from None
+    return _with_absolute_folders(config, folder)
 
 
 def join_uri(root: str, uri: str) -> str:
@@ -270,15 +293,50 @@ def _problems(config: ServiceConfig) -> Iterator[str]:
     if anonymous and anonymous not in tenants:
         yield f"ingress.anonymous_tenant: there is no tenant {anonymous!r}"
     for tenant in config.tenants:
-        for name, entry in tenant.adapters.items():
-            where = f"tenants: {tenant.tenant_id}: adapter {name!r}"
-            if name in models or ":" in name or not name:
-                yield f"{where}: a name must not be a base model's, be empty or hold a colon"
-            if entry.base and entry.base not in models:
-                yield f"{where}: there is no base model {entry.base!r}"
-            uri = join_uri(config.adapters.root, entry.uri)
-            if not any(_inside(uri, p) for p in tenant.allowed_uris or (config.adapters.root,)):
-                yield f"{where}: {uri} is outside of what this tenant is allowed"
+        yield from _adapter_problems(config, tenant, models)
+        yield from _acting_problems(config, tenant)
+
+
+def _adapter_problems(
+    config: ServiceConfig, tenant: TenantSettings, models: list[str]
+) -> Iterator[str]:
+    who = f"tenants: {tenant.tenant_id}"
+    entries = _entries(config, tenant)
+    for full_name in _doubles([f"{base}:{name}" for name, base, _ in entries]):
+        yield f"{who}: adapter {full_name!r} is there twice"
+    for given, (name, base, entry) in zip(tenant.adapters, entries, strict=True):
+        where = f"{who}: adapter {given!r}"
+        if name in models or not name:
+            yield f"{where}: a name must not be a base model's or be empty"
+        if base not in models:
+            yield f"{where}: there is no base model {base!r}"
+        if ":" in given and entry.base:
+            yield f"{where}: its base is in its name already"
+        uri = join_uri(config.adapters.root, entry.uri)
+        if not any(_inside(uri, p) for p in tenant.allowed_uris or (config.adapters.root,)):
+            yield f"{where}: {uri} is outside of what this tenant is allowed"
+
+
+def _acting_problems(config: ServiceConfig, tenant: TenantSettings) -> Iterator[str]:
+    """An adapter's name must say whose it is."""
+    known = {other.tenant_id: other for other in config.tenants}
+    where = f"tenants: {tenant.tenant_id}: acts_for"
+    for name in tenant.acts_for:
+        if name not in known or name == tenant.tenant_id:
+            yield f"{where}: there is no other tenant {name!r}"
+            return
+    together = [tenant, *(known[name] for name in tenant.acts_for)]
+    names = [name for one in together for name in {n for n, _, _ in _entries(config, one)}]
+    yield from (f"{where}: adapter {name!r} is there twice" for name in _doubles(names))
+
+
+def _entries(config: ServiceConfig, tenant: TenantSettings) -> list[tuple[str, str, AdapterEntry]]:
+    """A tenant's adapters in the order of the file: own name, base, entry."""
+    found = []
+    for given, entry in tenant.adapters.items():
+        base, _, name = given.rpartition(":")
+        found.append((name, entry.base or base or config.models[0].name, entry))
+    return found
 
 
 def _inside(uri: str, prefix: str) -> bool:
@@ -290,7 +348,7 @@ def _inside(uri: str, prefix: str) -> bool:
 
 
 def _doubles(values: list[str]) -> list[str]:
-    return sorted({value for value in values if values.count(value) > 1})
+    return sorted(value for value, times in Counter(values).items() if times > 1)
 
 
 def _key_digest(number: int, key: str) -> str:

@@ -18,6 +18,7 @@ from deployments.admission import Job, chat_job, completion_job
 from deployments.api_errors import (
     CLIENT_GONE_STATUS,
     ApiError,
+    ambiguous_model,
     engine_error,
     model_not_found,
     overloaded,
@@ -106,7 +107,7 @@ class Frontend:
         return ModelCard(
             id=name,
             created=self._started_at,
-            owned_by=tenant.tenant_id if target.adapter else "base",
+            owned_by=(target.owner or tenant).tenant_id if target.adapter else "base",
             parent=target.model if target.adapter else None,
         )
 
@@ -114,6 +115,7 @@ class Frontend:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = ChatRequest.parse(body)
         target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
         tokenizer = self._texts[target.model].tokenizer
         default = self._settings[target.model].default_max_tokens
@@ -123,6 +125,7 @@ class Frontend:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = CompletionRequest.parse(body)
         target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
         tokenizer = self._texts[target.model].tokenizer
         limit = self.config.ingress.max_prompts
@@ -131,6 +134,8 @@ class Frontend:
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
         target = self._directory.resolve(tenant, name)
         if target is None:
+            if full_names := self._directory.full_names(tenant, name):
+                raise ambiguous_model(name, full_names)
             raise model_not_found(name)
         return target
 
@@ -146,7 +151,8 @@ class Frontend:
         return Meter(
             self.log,
             self.traffic,
-            self._label(tenant.tenant_id),
+            self._label,
+            tenant.tenant_id,
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
