@@ -80,14 +80,18 @@ class Frontend:
         return TextEngine(tokenizer, stream, backend.abort)
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
-        """Who asks. A trusted header, where there is one, beats the key. Errors: ApiError 401."""
+        """Who asks. A trusted header, where there is one, beats the key.
+
+        Where no tenant has a key, none is looked at: clients send some word or other then.
+        Errors: ApiError 401.
+        """
         settings = self.config.ingress
         tenant: TenantConfig | None = None
         named = settings.trusted_tenant_header and headers.get(settings.trusted_tenant_header)
         authorization = headers.get("authorization", "")
         if named:
             tenant = self._directory.tenant(named)
-        elif authorization:
+        elif authorization and self._directory.has_keys:
             scheme, _, key = authorization.partition(" ")
             if scheme.lower() == "bearer":
                 tenant = self._directory.tenant_of_key(key.strip())

@@ -76,6 +76,11 @@ class TenantDirectory:
             for tenant in self._tenants.values()
         }
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether any tenant has an API key."""
+        return bool(self._by_digest)
+
     def tenant_of_key(self, api_key: str) -> TenantConfig | None:
         """The owner of an API key.
 
