@@ -56,6 +56,7 @@ def build(config: ServiceConfig) -> Application:
     for model in config.models:
         if not os.path.isfile(os.path.join(model.path, "config.json")):
             raise ConfigError(f"models: {model.name}: {model.path} holds no config.json")
+        model.sampling_defaults()  # told of now, not by an ingress that cannot start
     router = _router(config)
     replicas = {model.name: _replica(config, model, router) for model in config.models}
     settings = config.ingress

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from adapter_store.ref import AdapterRef
+from deployments.generation_defaults import read_generation_defaults
 from deployments.placement.registry import POLICIES
 from deployments.tenants import TenantConfig, TenantLimits, key_digest
 from model_runner.config import EngineConfig
@@ -43,7 +44,11 @@ class _Section(BaseModel):
 
 
 class ModelSettings(_Section):
-    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`."""
+    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`.
+
+    generation_defaults  what a request leaves open is sampled as the model's generation_config.json
+                         says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
+    """
 
     name: str = Field(pattern=_NAME)
     path: str
@@ -55,6 +60,7 @@ class ModelSettings(_Section):
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
+    generation_defaults: bool = True
     spill_after_s: Annotated[float, Field(ge=0)] = 0.25
     graceful_shutdown_timeout_s: Annotated[float, Field(gt=0)] = 20
 
@@ -71,6 +77,13 @@ class ModelSettings(_Section):
     def _engine_is_valid(self) -> Self:
         self.engine_config()
         return self
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """Fields of a request -> their defaults. Errors: ConfigError."""
+        try:
+            return read_generation_defaults(self.path) if self.generation_defaults else {}
+        except ValueError as exc:
+            raise ConfigError(f"models: {self.name}: {exc}") from None
 
     def engine_config(self, host_cache_dir: str = "") -> EngineConfig:
         """The engine's own settings; `host_cache_dir` stands in where the file names none."""

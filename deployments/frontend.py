@@ -25,6 +25,7 @@ from deployments.api_errors import (
     unauthorized,
 )
 from deployments.config import ServiceConfig
+from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
@@ -65,6 +66,7 @@ class Frontend:
             (t.tenant_id for t in tenants), config.max_metric_tenants
         )
         self._settings = {model.name: model for model in config.models}
+        self._defaults = {model.name: model.sampling_defaults() for model in config.models}
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
@@ -121,6 +123,7 @@ class Frontend:
         target = self._resolve(tenant, wire.model)
         tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         default = self._settings[target.model].default_max_tokens
         return await chat_job(wire, target, tenant, salt, tokenizer, default)
@@ -131,6 +134,7 @@ class Frontend:
         target = self._resolve(tenant, wire.model)
         tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         limit = self.config.ingress.max_prompts
         return await completion_job(wire, target, tenant, salt, tokenizer, limit)

@@ -56,6 +56,7 @@ LAW = {
     ),
     "deployments": _FACE,
     "deployments.config": f"{_FACE} pydantic yaml",
+    "deployments.generation_defaults": f"{_FACE} pydantic",
     "deployments.short_form": f"{_FACE} pydantic",
     "deployments.openai_schema": f"{_FACE} pydantic",
     "deployments.application": f"{_FACE} ray",
