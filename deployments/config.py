@@ -4,8 +4,6 @@ What it says is never changed later. No Ray here.
 """
 
 import os
-import posixpath
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -22,17 +19,15 @@ from pydantic import (
     model_validator,
 )
 
-from adapter_store.ref import AdapterRef
 from deployments.generation_defaults import read_generation_defaults
 from deployments.placement.registry import POLICIES
-from deployments.tenants import TenantConfig, TenantLimits, key_digest
+from deployments.tenant_settings import STRICT, TenantSettings, doubles, tenant_problems
+from deployments.tenants import TenantConfig
 from model_runner.config import EngineConfig
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 ENGINE_KEYS = {field.name for field in fields(EngineConfig)} - {"model", "load_format"}
-_DIGEST = "sha256:"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$"
-ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 
 
 class ConfigError(ValueError):
@@ -40,7 +35,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 class ModelSettings(_Section):
@@ -127,55 +122,6 @@ class AdapterSettings(_Section):
     host_cache_dir: str = ""
 
 
-class AdapterEntry(_Section):
-    """One adapter of a tenant; in the file a plain uri will do.
-
-    base  "" = the one that its name says (`base:name`), else the first model
-    """
-
-    uri: str = Field(min_length=1)
-    base: str = ""
-    revision: str = ""
-
-
-class LimitSettings(_Section):
-    """Limits of one tenant, in one ingress."""
-
-    max_concurrent_requests: Annotated[int, Field(ge=1)] = 64
-
-
-class TenantSettings(_Section):
-    """One tenant. `api_keys` are plain or `sha256:<hex>`; only digests stay in memory.
-
-    adapters  name -> where it lies; `base:name` where one name stands for several bases' adapters
-    acts_for  tenants whose adapters it may name as its own (a gateway): the request is theirs, with
-              their weight, placement and counts; the limits are those of the one who asks
-    """
-
-    tenant_id: str = Field(pattern=ID_PATTERN)
-    api_keys: tuple[str, ...] = ()
-    adapters: dict[str, AdapterEntry] = {}
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    limits: LimitSettings = LimitSettings()
-    allowed_uris: tuple[str, ...] = ()
-    base_model_access: bool | None = None
-    acts_for: tuple[str, ...] = ()
-
-    @field_validator("api_keys", mode="before")
-    @classmethod
-    def _digest_keys(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-            raise ValueError("must be a list of strings")
-        return tuple(_key_digest(number, key) for number, key in enumerate(value))
-
-    @field_validator("adapters", mode="before")
-    @classmethod
-    def _plain_uris(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError("must map an adapter's name to its uri")
-        return {k: {"uri": v} if isinstance(v, str) else v for k, v in value.items()}
-
-
 class HttpSettings(_Section):
     """Where the launcher makes Serve listen (`serve run` has its own default, the same one)."""
 
@@ -227,30 +173,8 @@ class ServiceConfig(_Section):
 
     def tenant_configs(self) -> tuple[TenantConfig, ...]:
         """The tenants in the form that the directory keeps."""
-        return tuple(self._tenant_config(tenant) for tenant in self.tenants)
-
-    def _tenant_config(self, tenant: TenantSettings) -> TenantConfig:
-        access = tenant.base_model_access
-        entries = _entries(self, tenant)
-        times = Counter(name for name, _, _ in entries)
-        listed = [name if times[name] == 1 else f"{base}:{name}" for name, base, _ in entries]
-        return TenantConfig(
-            tenant_id=tenant.tenant_id,
-            api_key_digests=tuple(key.removeprefix(_DIGEST) for key in tenant.api_keys),
-            adapters={
-                name: AdapterRef(
-                    adapter_id=f"{tenant.tenant_id}/{name}",
-                    uri=join_uri(self.adapters.root, entry.uri),
-                    revision=entry.revision,
-                    base=base,
-                )
-                for name, (_, base, entry) in zip(listed, entries, strict=True)
-            },
-            weight=tenant.weight,
-            limits=TenantLimits(tenant.limits.max_concurrent_requests),
-            base_model_access=self.base_model_access if access is None else access,
-            acts_for=tenant.acts_for,
-        )
+        first, root, access = self.models[0].name, self.adapters.root, self.base_model_access
+        return tuple(tenant.tenant_config(first, root, access) for tenant in self.tenants)
 
 
 _ENGINE = TypeAdapter(EngineConfig)
@@ -283,96 +207,17 @@ def make_config(values: dict[str, Any], source: str, folder: Path) -> ServiceCon
     return _with_absolute_folders(config, folder)
 
 
-def join_uri(root: str, uri: str) -> str:
-    """A uri as the store reads it: below `root`, unless it has a scheme or is absolute."""
-    if "://" in uri or uri.startswith("/") or not root:
-        return uri
-    return f"{root.rstrip('/')}/{uri}"
-
-
 def _problems(config: ServiceConfig) -> Iterator[str]:
     models = [model.name for model in config.models]
     # Seats and deployments are named after models, with a dash for a slash.
     plain = [name.replace("/", "-") for name in models]
-    yield from (f"models: {name!r} is there twice" for name in _doubles(plain))
-    tenants = [tenant.tenant_id for tenant in config.tenants]
-    yield from (f"tenants: {name!r} is there twice" for name in _doubles(tenants))
-    keys = [key for tenant in config.tenants for key in tenant.api_keys]
-    if _doubles(keys):
-        yield "tenants: two API keys are equal"
+    yield from (f"models: {name!r} is there twice" for name in doubles(plain))
     if config.placement_policy not in POLICIES:
         yield f"placement_policy: {config.placement_policy!r} is not one of {sorted(POLICIES)}"
     anonymous = config.ingress.anonymous_tenant
-    if anonymous and anonymous not in tenants:
+    if anonymous and anonymous not in {tenant.tenant_id for tenant in config.tenants}:
         yield f"ingress.anonymous_tenant: there is no tenant {anonymous!r}"
-    for tenant in config.tenants:
-        yield from _adapter_problems(config, tenant, models)
-        yield from _acting_problems(config, tenant)
-
-
-def _adapter_problems(
-    config: ServiceConfig, tenant: TenantSettings, models: list[str]
-) -> Iterator[str]:
-    who = f"tenants: {tenant.tenant_id}"
-    entries = _entries(config, tenant)
-    for full_name in _doubles([f"{base}:{name}" for name, base, _ in entries]):
-        yield f"{who}: adapter {full_name!r} is there twice"
-    for given, (name, base, entry) in zip(tenant.adapters, entries, strict=True):
-        where = f"{who}: adapter {given!r}"
-        if name in models or not name:
-            yield f"{where}: a name must not be a base model's or be empty"
-        if base not in models:
-            yield f"{where}: there is no base model {base!r}"
-        if ":" in given and entry.base:
-            yield f"{where}: its base is in its name already"
-        uri = join_uri(config.adapters.root, entry.uri)
-        if not any(_inside(uri, p) for p in tenant.allowed_uris or (config.adapters.root,)):
-            yield f"{where}: {uri} is outside of what this tenant is allowed"
-
-
-def _acting_problems(config: ServiceConfig, tenant: TenantSettings) -> Iterator[str]:
-    """An adapter's name must say whose it is."""
-    known = {other.tenant_id: other for other in config.tenants}
-    where = f"tenants: {tenant.tenant_id}: acts_for"
-    for name in tenant.acts_for:
-        if name not in known or name == tenant.tenant_id:
-            yield f"{where}: there is no other tenant {name!r}"
-            return
-    together = [tenant, *(known[name] for name in tenant.acts_for)]
-    names = [name for one in together for name in {n for n, _, _ in _entries(config, one)}]
-    yield from (f"{where}: adapter {name!r} is there twice" for name in _doubles(names))
-
-
-def _entries(config: ServiceConfig, tenant: TenantSettings) -> list[tuple[str, str, AdapterEntry]]:
-    """A tenant's adapters in the order of the file: own name, base, entry."""
-    found = []
-    for given, entry in tenant.adapters.items():
-        base, _, name = given.rpartition(":")
-        found.append((name, entry.base or base or config.models[0].name, entry))
-    return found
-
-
-def _inside(uri: str, prefix: str) -> bool:
-    """Whether a uri lies at or below a prefix, folder by folder; dots do not lead out of it."""
-    if not prefix:
-        return False
-    plain_uri, plain_prefix = (posixpath.normpath(value) for value in (uri, prefix))
-    return plain_uri == plain_prefix or plain_uri.startswith(plain_prefix.rstrip("/") + "/")
-
-
-def _doubles(values: list[str]) -> list[str]:
-    return sorted(value for value, times in Counter(values).items() if times > 1)
-
-
-def _key_digest(number: int, key: str) -> str:
-    if key.startswith(_DIGEST):
-        digest = key.removeprefix(_DIGEST).lower()
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise ValueError(f"key {number}: {_DIGEST} must be followed by 64 hex digits")
-        return _DIGEST + digest
-    if len(key) < 8:
-        raise ValueError(f"key {number} is shorter than 8 characters")
-    return _DIGEST + key_digest(key)
+    yield from tenant_problems(config.tenants, models, config.adapters.root)
 
 
 def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig:

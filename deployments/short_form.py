@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from deployments.config import (
     DEFAULT_CONFIG,
     ENGINE_KEYS,
-    ID_PATTERN,
     ConfigError,
     IngressSettings,
     ModelSettings,
@@ -24,6 +23,7 @@ from deployments.config import (
     load_config,
     make_config,
 )
+from deployments.tenant_settings import ID_PATTERN
 
 EVERYONE = "everyone"
 """The tenant of whoever asks in the short form; it acts for the tenants of all modules."""

@@ -56,6 +56,7 @@ LAW = {
     ),
     "deployments": _FACE,
     "deployments.config": f"{_FACE} pydantic yaml",
+    "deployments.tenant_settings": f"{_FACE} pydantic",
     "deployments.generation_defaults": f"{_FACE} pydantic",
     "deployments.short_form": f"{_FACE} pydantic",
     "deployments.openai_schema": f"{_FACE} pydantic",

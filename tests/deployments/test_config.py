@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, join_uri, load_config
+from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, load_config
+from deployments.tenant_settings import join_uri
 from deployments.tenants import key_digest
 
 GOOD: dict[str, Any] = {
