@@ -8,21 +8,27 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.schema import DeploymentStatus
 
 from deployments.application import start
 from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
 from deployments.ingress import build_api
 from deployments.local_s3 import free_ports
+from deployments.replica_backend import ReplicaBackend
 from deployments.router import Router
 from deployments.short_form import EVERYONE, AppArgs
+from model_runner.request import ErrorCode, Request
 from model_runner.tokenizer import Tokenizer
 from tests.deployments.conftest import DEMO, Face, FakeControl, ScriptedBackend
 
@@ -153,6 +159,64 @@ async def test_seats_of_one_model_are_no_other_models() -> None:
     seats = [await router.claim(name, f"{name}#{i}", "n") for name in names for i in range(3)]
     assert len(set(seats)) == 9
     assert [view.model for view in await router.views()].count("a-0") == 3
+
+
+class GivenUp:
+    """A handle as Serve has it for a deployment that it gave up: cancelling says it once more."""
+
+    def options(self, **_: Any) -> "GivenUp":
+        return self
+
+    def remote(self, *_: Any, **__: Any) -> "GivenUp":
+        return self
+
+    def __aiter__(self) -> "GivenUp":
+        return self
+
+    async def __anext__(self) -> Any:
+        raise DeploymentUnavailableError("Replica-broken")
+
+    def cancel(self) -> None:
+        raise DeploymentUnavailableError("Replica-broken")
+
+
+async def test_a_model_that_serve_gave_up_is_an_answer() -> None:
+    backend = ReplicaBackend(GivenUp())
+    (output,) = [output async for output in backend.stream(Request("r", (1,)), None)]
+    assert output.error_code is ErrorCode.ENGINE_DEAD and output.finish_reason is not None
+
+
+@pytest.mark.parametrize(
+    ("states", "goes_on"),
+    [
+        ({"Replica-one": "HEALTHY", "Replica-org-two": "DEPLOY_FAILED"}, True),
+        ({"Replica-one": "DEPLOY_FAILED", "Replica-org-two": "DEPLOY_FAILED"}, False),
+        ({"Router": "DEPLOY_FAILED", "Replica-org-two": "DEPLOY_FAILED"}, False),
+        ({"Ingress": "DEPLOY_FAILED"}, False),
+    ],
+)
+def test_start_goes_on_with_the_models_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, states: dict[str, str], goes_on: bool
+) -> None:
+    all_states = dict.fromkeys(("Ingress", "Router", "Replica-one", "Replica-org-two"), "HEALTHY")
+    pending = [all_states | dict.fromkeys(("Replica-one",), "UPDATING")]
+
+    def run(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Deploying application default failed")
+
+    def status() -> Any:
+        now = pending.pop() if pending else all_states | states
+        deployments = {
+            name: SimpleNamespace(status=DeploymentStatus(state)) for name, state in now.items()
+        }
+        return SimpleNamespace(applications={"default": SimpleNamespace(deployments=deployments)})
+
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "status", status)
+    with nullcontext() if goes_on else pytest.raises(RuntimeError, match="failed"):
+        start(ServiceConfig.model_validate(TWO_BASES))
+    assert not pending
 
 
 @pytest.fixture
