@@ -1,21 +1,16 @@
 """Several base models behind one face, one adapter name under all of them; one tenant that acts for
 others; and what Ray Serve makes of a base that cannot be started.
 
-Real answers of two bases are in test_service.
+Real answers of two bases are in test_service, a real broken one in tests/e2e/test_serve_run.
 """
 
-import secrets
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import DeploymentStatus
@@ -24,7 +19,6 @@ from deployments.application import start
 from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
 from deployments.ingress import build_api
-from deployments.local_s3 import free_ports
 from deployments.replica_backend import ReplicaBackend
 from deployments.router import Router
 from deployments.short_form import EVERYONE, AppArgs
@@ -217,59 +211,3 @@ def test_start_goes_on_with_the_models_that_there_are(
     with nullcontext() if goes_on else pytest.raises(RuntimeError, match="failed"):
         start(ServiceConfig.model_validate(TWO_BASES))
     assert not pending
-
-
-@pytest.fixture
-def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    private = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))
-    (private / "token").write_text(secrets.token_hex(32))
-    monkeypatch.setenv("RAY_TMPDIR", str(private))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(private / "token"))
-    monkeypatch.setenv("PYTHONPATH", str(DEMO.parents[2]))
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=2,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        yield private
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-        shutil.rmtree(private, ignore_errors=True)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_base_that_cannot_be_started_leaves_the_others_alone(local_ray: Path) -> None:
-    broken = local_ray / "broken"
-    shutil.copytree(DEMO / "base", broken)
-    (broken / "model.safetensors").write_bytes(b"no tensors")
-    engine = {"device": "cpu"}
-    (port,) = free_ports(1)
-    models = [
-        {"name": "good", "path": str(DEMO / "base"), "engine": engine},
-        {"name": "broken", "path": str(broken), "engine": engine},
-    ]
-    tenants = [{"tenant_id": "a", "api_keys": ["key-of-a"]}]
-    values: dict[str, Any] = {"models": models, "tenants": tenants, "http": {"port": port}}
-    with pytest.raises(RuntimeError, match="Replica-broken"):
-        start(ServiceConfig.model_validate(values | {"models": models[1:]}))
-    start(ServiceConfig.model_validate(values))
-    url = f"http://127.0.0.1:{port}"
-
-    def complete(model: str) -> httpx.Response:
-        body = {"model": model, "prompt": "The", "max_tokens": 2}
-        headers = {"Authorization": "Bearer key-of-a"}
-        return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
-
-    ready = httpx.get(f"{url}/ready", timeout=30)
-    assert ready.status_code == 503 and ready.json()["missing"] == ["broken"]
-    assert complete("good").json()["usage"]["completion_tokens"] == 2
-    refused = complete("broken")
-    assert refused.status_code == 503 and refused.headers["retry-after"]
-    assert "could be started" in refused.json()["error"]["message"]
