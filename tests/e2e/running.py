@@ -47,6 +47,12 @@ class Running:
             assert line is not None, f"{words!r} was not printed:\n{''.join(self.lines)}"
             self.lines.append(line)
 
+    def tail(self) -> str:
+        """The last lines that it printed."""
+        while not self._queue.empty():
+            self.lines.append(self._queue.get() or "")
+        return "".join(self.lines[-40:])
+
     def pids(self) -> list[int]:
         """Every living process that the command started, itself included."""
         found = []

@@ -59,7 +59,7 @@ def private() -> Iterator[Path]:
 def wait_until(condition: Callable[[], bool], running: Running) -> None:
     deadline = time.monotonic() + START_S
     while not condition():
-        assert running.process.poll() is None and time.monotonic() < deadline
+        assert running.process.poll() is None and time.monotonic() < deadline, running.tail()
         time.sleep(0.1)
 
 
