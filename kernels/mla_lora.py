@@ -121,7 +121,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["target"])
 def _mla_lora_kernel(
     y_ptr, x_ptr, slots_ptr, memory_ptr, first_off_ptr, second_off_ptr, rank_ptr,
     target, num_slots, x_token, x_head, first_row, second_row, in_, out,
