@@ -42,8 +42,8 @@ class _Attempt:
 class Meter:
     """What one HTTP request costs: made when it enters, finished once; later calls do nothing.
 
-    log, traffic  where it counts, traffic in tokens by adapter_id
-    tenant_id, label  of who asks, and what the metrics call it
+    log, traffic  where it counts, traffic in tokens by adapter_id;  label  of a tenant's id there
+    tenant_id     who asks: the request may turn out to be another tenant's
     usage         where its records go, None = nowhere
     leave         called once, when the request ends
     """
@@ -52,15 +52,15 @@ class Meter:
         self,
         log: metrics.MetricLog,
         traffic: Counter[str],
+        label: Callable[[str], str],
         tenant_id: str,
-        label: str,
         usage: UsageLog | None,
         leave: Callable[[], None],
     ) -> None:
         self._log = log
         self._traffic = traffic
-        self._tenant_id = tenant_id
-        self._label = label
+        self._label_of = label
+        self._tenant_id, self._label = tenant_id, label(tenant_id)
         self._usage = usage
         self._leave = leave
         self._job: Job | None = None
@@ -74,6 +74,8 @@ class Meter:
 
     def began(self, job: Job) -> None:
         self._job = job
+        self._tenant_id = job.requests[0].tenant_id
+        self._label = self._label_of(self._tenant_id)
 
     def _labels(self) -> tuple[str, str]:
         model = self._job.target.model if self._job else ""

@@ -209,6 +209,19 @@ async def test_a_running_request_is_told_as_it_goes(face: Face, stream: bool) ->
     )
 
 
+async def test_an_adapter_of_another_tenant_is_that_tenants_bill(face: Face) -> None:
+    """Where one serves all, an adapter's owner is billed and counted, whoever asked."""
+    formal = face.frontend._directory.tenant("formal")
+    resolve = face.frontend._directory.resolve
+    face.frontend._directory.resolve = lambda *args: replace(resolve(*args), owner=formal)  # type: ignore
+    await complete(face, max_tokens=3)
+    (record,) = records(face)
+    assert record.tenant == "formal"
+    found = face.frontend.log.counters
+    assert found[("moe_output_tokens_total", ("demo", "formal"))] == 3
+    assert dict(face.frontend.log.traffic) == {"formal": record.prompt + 3}
+
+
 async def test_who_is_turned_away_at_the_door_is_counted(face: Face) -> None:
     face.frontend._active["pirate"] = face.frontend.config.tenants[0].limits.max_concurrent_requests
     assert (await complete(face)).status_code == 429
