@@ -162,7 +162,7 @@ class Engine:
         if due is not None:
             tokens, logprobs = due.wait()
             self._counts["sampled"] += len(tokens)
-            for row, found in due.read_prompts():
+            for row, found in due.read_prompts() if due.batch.prompt_scores else ():
                 life = self._scored.get(due.batch.seq_ids[row])
                 if life is not None:  # else it has ended
                     self._outputs.append(make_news(life, (), (), prompt_logprobs=found))

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from adapter_store.ref import AdapterRef
 
-MAX_BIASED = 1024  # entries of one logit_bias
+MAX_IDS = 1024  # of one logit_bias, and of one request's stop ids
 
 
 class FinishReason(StrEnum):
@@ -104,7 +104,7 @@ class SamplingParams:
             (
                 "logit_bias",
                 _is_bias(self.logit_bias),
-                f"at most {MAX_BIASED} pairs of a token id, each once, and a number in [-100, 100]",
+                f"at most {MAX_IDS} pairs of a token id, each once, and a number in [-100, 100]",
             ),
             (
                 "seed",
@@ -116,8 +116,9 @@ class SamplingParams:
             (
                 "stop_ids",
                 isinstance(self.stop_ids, tuple)
+                and len(self.stop_ids) <= MAX_IDS
                 and all(_is_int(i) and i >= 0 for i in self.stop_ids),
-                "a tuple of token ids >= 0",
+                f"a tuple of at most {MAX_IDS} token ids >= 0",
             ),
             (
                 "logprobs",
@@ -221,7 +222,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_bias(value: object) -> bool:
-    if not isinstance(value, tuple) or len(value) > MAX_BIASED:
+    if not isinstance(value, tuple) or len(value) > MAX_IDS:
         return False
     pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
     ok = all(_is_int(i) and i >= 0 and _is_number(x) and -100 <= x <= 100 for i, x in pairs)
