@@ -60,7 +60,7 @@ class Engine:
         self._gone: dict[str, set[int]] = {}  # of these, the sequences that were aborted since
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
-        self._scored: dict[int, Life] = {}  # those whose prompt's log-probabilities are wanted
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # of prompts, as far as they have come
         self._outputs: list[RequestOutput] = []
         self._pending: PendingStep | None = None
         self._ids = itertools.count()
@@ -163,9 +163,9 @@ class Engine:
             tokens, logprobs = due.wait()
             self._counts["sampled"] += len(tokens)
             for row, found in due.read_prompts() if due.batch.prompt_scores else ():
-                life = self._scored.get(due.batch.seq_ids[row])
-                if life is not None:  # else it has ended
-                    self._outputs.append(make_news(life, (), (), prompt_logprobs=found))
+                seq_id = due.batch.seq_ids[row]
+                if seq_id in self._scores:  # else it has ended
+                    self._scores[seq_id] += found
             for update in self.scheduler.commit(due.batch, tokens):
                 self._tell(update, logprobs)
         for update in self.scheduler.take_failures():
@@ -299,7 +299,7 @@ class Engine:
             return fault
         if s.mask and s.mask not in self.masks:
             return ErrorCode.BAD_REQUEST, f"unknown mask {s.mask!r:.60}"
-        num_tokens = len(request.token_ids) + s.max_tokens
+        num_tokens = len(request.token_ids) + max(1, s.max_tokens)
         if not self.scheduler.fits(min(num_tokens, self.max_len)):
             return ErrorCode.PROMPT_TOO_LONG, f"{num_tokens} tokens do not fit into the KV memory"
         if request.adapter is not None and not self.config.max_loras:
@@ -341,7 +341,7 @@ class Engine:
             if request.request_id in self._score_sinks:
                 self._sinks[life.seq_id] = self._score_sinks[request.request_id]
             if request.sampling.prompt_logprobs is not None:
-                self._scored[life.seq_id] = life
+                self._scores[life.seq_id] = []
             self.scheduler.add(life)
         self._gone.pop(request.request_id, None)
 
@@ -367,7 +367,10 @@ class Engine:
             self._counts["delivered"] += 1
             self._by_tenant[life.request.tenant_id] += 1
             if update.finish_reason is None:
-                self._outputs.append(make_news(life, (token,), (found,) if found else ()))
+                scores = self._scores.pop(life.seq_id, ()) if self._scores else ()
+                logprob = (found,) if found else ()
+                news = make_news(life, (token,), logprob, prompt_logprobs=tuple(scores))
+                self._outputs.append(news)
                 return
             self._finish(life, update.finish_reason, (token,), (found,) if found else ())
             return
@@ -392,9 +395,9 @@ class Engine:
         error: tuple[ErrorCode, str] | None = None,
     ) -> None:
         self._finished[str(reason)] += 1
-        self._outputs.append(make_news(life, tokens, logprobs, reason, error))
+        scores = tuple(self._scores.pop(life.seq_id, ()))
+        self._outputs.append(make_news(life, tokens, logprobs, reason, error, scores))
         self._sinks.pop(life.seq_id, None)
-        self._scored.pop(life.seq_id, None)
         lives = self._lives[life.request.request_id]
         lives.remove(life)
         if not lives:

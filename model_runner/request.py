@@ -48,7 +48,7 @@ class SamplingParams:
     that many;
     ignore_eos leaves out the model's own end-of-text ids. logprobs None = none, n = the chosen
     token's and the n best. prompt_logprobs  the same of the prompt's tokens, all but its first,
-    told by sequence 0; its prompt then takes nothing from the prefix cache.
+    told with the first token of sequence 0; its prompt then takes nothing from the prefix cache.
     max_tokens 0: nothing but the prompt is computed, and no token told.
     n  number of sequences for one prompt; sequence i draws with (seed, i, position).
     mask  name of a token mask registered with the engine (`Engine.masks`), "" = none.
@@ -181,7 +181,7 @@ class RequestOutput:
     index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in
            the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
-    prompt_logprobs  news of them: all together belong to the prompt's tokens from its second on.
+    prompt_logprobs  of the prompt's tokens from its second on, in the first output of sequence 0
     """
 
     request_id: str

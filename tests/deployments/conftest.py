@@ -57,10 +57,10 @@ class ScriptedBackend:
             return
         sampling = request.sampling
         ids = self.tokenizer.encode(self.words)
-        if sampling.prompt_logprobs is not None and len(request.token_ids) > 1:
-            told = [self._scored(i, sampling.prompt_logprobs) for i in request.token_ids[1:]]
-            for part in (told[:1], told[1:]):  # as two chunks of the prompt give them
-                yield RequestOutput(request.request_id, prompt_logprobs=tuple(part))
+        told: tuple[TokenLogprobs, ...] = ()
+        if sampling.prompt_logprobs is not None:
+            most = sampling.prompt_logprobs
+            told = tuple(self._scored(i, most) for i in request.token_ids[1:])
         if not sampling.max_tokens:
             for index in range(sampling.n):
                 yield RequestOutput(
@@ -68,6 +68,7 @@ class ScriptedBackend:
                     index,
                     finish_reason=FinishReason.LENGTH,
                     num_prompt_tokens=len(request.token_ids),
+                    prompt_logprobs=() if index else told,
                 )
             return
         cut = ids[: sampling.max_tokens]
@@ -86,6 +87,7 @@ class ScriptedBackend:
                     num_prompt_tokens=len(request.token_ids),
                     num_cached_tokens=2,
                     num_output_tokens=position + 1,
+                    prompt_logprobs=() if index or position else told,
                 )
 
     def _scored(self, token_id: int, num_top: int) -> TokenLogprobs:

@@ -363,15 +363,17 @@ def test_preempted_prompts_are_told_once(engine: Engine) -> None:
 def test_no_token_but_the_prompt_s(engine: Engine) -> None:
     requests = prompts_of("z", max_tokens=0, prompt_logprobs=1)
     before = engine.stats()
+    # Two pages are filled to the last place.
+    full = dataclasses.replace(requests[0], request_id="full", token_ids=tuple(range(3, 35)))
+    requests.append(full)
     done = engine.generate(requests)
     after = engine.stats()
     for request, completion in zip(requests, done, strict=True):
         assert completion.finish_reason is FinishReason.LENGTH and not completion.token_ids
         check_prompt(engine, request, completion)
     assert after.delivered_tokens == before.delivered_tokens
-    sampled = after.sampled_tokens - before.sampled_tokens
-    assert after.discarded_tokens - before.discarded_tokens >= len(requests)
-    assert sampled >= len(requests)
+    drawn = after.sampled_tokens - before.sampled_tokens
+    assert drawn == after.discarded_tokens - before.discarded_tokens == len(requests)
     engine.check()
 
 
@@ -399,6 +401,31 @@ def test_refused_by_name(engine: Engine, fields) -> None:
 
 
 # On a GPU
+
+
+@pytest.mark.gpu
+def test_knobs_beside_graphs_and_look_ahead() -> None:
+    """What can be said of bf16 without a reference: runs repeat, nothing is compiled meanwhile,
+    bans hold, and a prompt's entries are all there."""
+    own = make_engine(device="cuda", dtype="bfloat16", deterministic=True, kv_bytes=64 << 20,
+                      max_num_seqs=32, prefix_cache=False)  # fmt: skip
+    try:
+        runs = []
+        for name in ("a", "b"):
+            requests = requests_of(name, prompt_logprobs=1)
+            done = own.generate(requests)
+            runs.append(tokens_of(done))
+            for request, completion in zip(requests, done, strict=True):
+                s, ids = request.sampling, completion.token_ids
+                assert len(completion.prompt_logprobs) == len(request.token_ids) - 1
+                assert not (s.logit_bias and {EOS, 323} & set(ids))
+                assert not {EOS, *s.stop_ids} & set(ids[: s.min_tokens])
+                assert all(len(entry.top) == s.logprobs for entry in completion.logprobs)
+        assert runs[0] == runs[1] and len({tuple(ids) for ids in runs[0]}) > 10
+        assert not own.late_compiles()
+        own.check()
+    finally:
+        own.close()
 
 
 @pytest.mark.gpu
