@@ -1,15 +1,25 @@
 """Sampling as OpenAI's client asks for it: every field reaches the engine or is refused by its
-name, and log-probabilities come back in the API's shapes. Without Ray and without an engine.
+name, and log-probabilities come back in the API's shapes. Without Ray; at the end with an engine.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from model_runner.request import SamplingParams
-from tests.deployments.conftest import Face
+from deployments.config import ServiceConfig
+from deployments.frontend import Frontend
+from deployments.ingress import build_api
+from deployments.placement.view import Place
+from model_runner.config import EngineConfig
+from model_runner.engine import Engine
+from model_runner.engine_loop import EngineLoop
+from model_runner.request import Request, RequestOutput, SamplingParams
+from model_runner.tokenizer import Tokenizer
+from tests.deployments.conftest import DEMO, Face, FakeControl
+from tests.model_runner.demo import QUESTIONS
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -226,3 +236,121 @@ async def test_prompt_logprobs_by_token(face: Face, client: openai.AsyncOpenAI) 
     ids = face.backend.requests[-1].token_ids
     assert [e and list(e) for e in chat.prompt_logprobs] == [None, *([str(i)] for i in ids[1:])]
     assert (await face.chat()).json()["prompt_logprobs"] is None
+
+
+# With the engine itself behind the face
+
+
+class LocalBackend:
+    """An engine of this process as the replicas of a model."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+
+    async def stream(
+        self, request: Request, place: Place | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in self.loop.stream(request):
+            yield output
+
+    async def abort(self, request_id: str, index: int) -> None:
+        self.loop.abort(request_id, index)
+
+
+@pytest.fixture(scope="module")
+def engine_loop() -> Iterator[EngineLoop]:
+    config = EngineConfig(
+        str(DEMO / "base"), device="cpu", max_model_len=512, kv_bytes=32 << 20, look_ahead=True
+    )
+    loop = EngineLoop(lambda: Engine(config))
+    loop.start(60)
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+async def served(
+    engine_loop: EngineLoop, demo_config: ServiceConfig
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    frontend = Frontend(demo_config, b"k" * 32, {"demo": LocalBackend(engine_loop)})
+    transport = httpx.ASGITransport(build_api(frontend, FakeControl()))
+    async with httpx.AsyncClient(transport=transport) as client:
+        yield openai.AsyncOpenAI(
+            api_key="sk-demo-pirate",
+            base_url="http://test/v1",
+            http_client=client,
+            max_retries=0,
+        )
+
+
+async def test_an_answer_echoed_has_the_logprobs_it_was_drawn_with(
+    served: openai.AsyncOpenAI, demo_tokenizer: Tokenizer
+) -> None:
+    prompt = demo_tokenizer.encode("The capital of Japan is the city of")
+    drawn: Any = await served.completions.create(
+        model="demo", prompt=prompt, max_tokens=20, logprobs=3, seed=3, temperature=1.5,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    lines = drawn.choices[0].logprobs
+    said = [demo_tokenizer.encode(t, add_special_tokens=False) for t in lines.tokens]
+    assert all(len(ids) == 1 for ids in said)
+    echoed: Any = await served.completions.create(
+        model="demo", prompt=[*prompt, *(ids[0] for ids in said)], max_tokens=0, echo=True,
+        logprobs=3,
+    )  # fmt: skip
+    again = echoed.choices[0].logprobs
+    assert again.tokens[len(prompt) :] == lines.tokens
+    assert again.token_logprobs[len(prompt) :] == pytest.approx(lines.token_logprobs, abs=1e-4)
+    for mine, theirs in zip(again.top_logprobs[len(prompt) :], lines.top_logprobs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert (echoed.usage.completion_tokens, echoed.usage.prompt_tokens) == (0, len(prompt) + 20)
+
+
+async def test_bias_penalties_and_seeds_are_honoured(
+    served: openai.AsyncOpenAI, demo_tokenizer: Tokenizer
+) -> None:
+    async def ask(**fields: Any) -> Any:
+        return await served.chat.completions.create(
+            model="pirate", messages=MESSAGES, max_tokens=12, logprobs=True, **fields
+        )
+
+    plain = await ask(temperature=0)
+    first = plain.choices[0].logprobs.content[0].token
+    (token_id,) = demo_tokenizer.encode(first, add_special_tokens=False)
+    biased = await ask(temperature=0, logit_bias={str(token_id): -100})
+    assert all(line.token != first for line in biased.choices[0].logprobs.content)
+    # Nothing but two tokens is likely: a penalty makes them take turns.
+    two: Any = {"temperature": 0, "logit_bias": {"40": 100, "41": 99}}
+    spelled = [demo_tokenizer.token_bytes(i).decode() for i in (40, 41)]
+    alike = await ask(**two)
+    assert alike.choices[0].message.content == spelled[0] * 12
+    turns = await ask(**two, frequency_penalty=2)
+    assert {line.token for line in turns.choices[0].logprobs.content} == set(spelled)
+    seeded = [await ask(temperature=2, seed=7, n=2, presence_penalty=1) for _ in range(2)]
+    texts = [[c.message.content for c in answer.choices] for answer in seeded]
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+    with pytest.raises(openai.BadRequestError, match="logit_bias: token id 3584 is not in"):
+        await ask(logit_bias={"3584": 1})
+
+
+async def test_a_stop_string_counts_up_to_its_last_token(served: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+    fields: Any = {"model": "demo", "messages": messages, "temperature": 0}
+    free: Any = await served.chat.completions.create(**fields, logprobs=True)
+    said = free.choices[0].message.content
+    tokens = [line.token for line in free.choices[0].logprobs.content]
+    # Over three tokens, from within the first to within the last.
+    stop = "".join(tokens[:3])[1:-2]
+    assert said.count(stop) == 1 and len(tokens) > 3
+    for stream in (False, True):
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        answer: Any = await served.chat.completions.create(
+            **fields, stop=["never", stop], stream=stream, n=2, **usage
+        )
+        texts = ["", ""]
+        chunks = [chunk async for chunk in answer] if stream else [answer]
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            said_now = choice.delta if stream else choice.message
+            texts[choice.index] += said_now.content or ""
+        assert texts == [said[: said.index(stop)]] * 2
+        assert chunks[-1].usage.completion_tokens == 2 * 3
