@@ -6,6 +6,7 @@ early is noticed at the first token; the slots notice a reload while a launched 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -66,7 +67,7 @@ class FakeGate:
         self.ready: dict[AdapterRef, int] = {}  # slot, least recently used first
         self.loading: dict[AdapterRef, tuple[int, int]] = {}
         self.unused: set[AdapterRef] = set()  # loaded and not used yet: not evicted
-        self.forgotten: set[AdapterRef] = set()  # nobody waits for them, even if they load
+        self.is_wanted: Callable[[AdapterRef], bool] = lambda ref: True  # somebody waits for it
         self.held: dict[Lease, AdapterRef] = {}
         self.dead: set[AdapterRef] = set()
         self.absent: set[AdapterRef] = set()
@@ -82,14 +83,12 @@ class FakeGate:
                 del self.loading[ref]
                 self.slots[slot] = ref
                 self.ready[ref] = slot
-                if ref not in self.forgotten:
-                    self.unused.add(ref)
+                self.unused.add(ref)
                 came.append(ref)
         return came
 
     def acquire(self, ref: AdapterRef) -> Lease | None:
         self.num_asked += 1
-        self.forgotten.discard(ref)
         if ref in self.ready:
             self.unused.discard(ref)
             self.ready[ref] = self.ready.pop(ref)
@@ -114,7 +113,8 @@ class FakeGate:
             if slot not in used:
                 return slot
         for ref, slot in self.ready.items():
-            if ref not in self.held.values() and ref not in self.unused:
+            is_kept = ref in self.unused and self.is_wanted(ref)
+            if ref not in self.held.values() and not is_kept:
                 del self.ready[ref]
                 return slot
         return None
@@ -127,7 +127,6 @@ class FakeGate:
     def forget(self, ref: AdapterRef) -> None:
         """Nobody waits for it any more."""
         self.unused.discard(ref)
-        self.forgotten.add(ref)
 
     def error_of(self, ref: AdapterRef) -> Exception | None:
         return AdapterNotFound(str(ref)) if ref in self.dead else None
@@ -177,6 +176,7 @@ class World:
         self.counted: dict[int, tuple[int, list[int]]] = {}  # seat: sequence, tokens on the device
         self.scored: dict[int, list[int]] = {}  # tokens of its prompt that were given logits
         self.batches: list[ScheduledBatch] = []
+        self.gate.is_wanted = self._is_wanted
 
     def add(self, request: Request) -> list[int]:
         ids = []
@@ -336,6 +336,10 @@ class World:
     def _note_slots(self, batch: ScheduledBatch | None = None) -> None:
         batches = [b for b, _ in self.launched] + ([batch] if batch else [])
         self.gate.named_in_flight = {s for b in batches for s in b.slots if s >= 0}
+
+    def _is_wanted(self, ref: AdapterRef) -> bool:
+        ended = self.finished.keys() | self.aborted
+        return any(s.request.adapter == ref for i, s in self.seqs.items() if i not in ended)
 
     def _owner(self, seq_id: int) -> tuple[str, AdapterRef | None]:
         request = self.seqs[seq_id].request
