@@ -89,7 +89,8 @@ async def test_what_is_left_out_is_neutral(face: Face, client: openai.AsyncOpenA
     nothing: Any = dict.fromkeys((*COMMON, *BEYOND)) | {"model": "demo"}
     await face.chat(max_tokens=16, **nothing)
     await client.completions.create(model="demo", prompt="Hi")
-    assert [r.sampling for r in face.backend.requests] == [SamplingParams()] * 2
+    neutral = SamplingParams(temperature=0)  # the demo's own default
+    assert [r.sampling for r in face.backend.requests] == [neutral] * 2
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
@@ -311,7 +312,7 @@ async def test_bias_penalties_and_seeds_are_honoured(
 ) -> None:
     async def ask(**fields: Any) -> Any:
         return await served.chat.completions.create(
-            model="pirate", messages=MESSAGES, max_tokens=12, logprobs=True, **fields
+            model="demo", messages=MESSAGES, max_tokens=12, logprobs=True, **fields
         )
 
     plain = await ask(temperature=0)
