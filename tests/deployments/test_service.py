@@ -28,6 +28,7 @@ from ray import serve
 from deployments.application import start
 from deployments.config import load_config
 from model_runner.stats import EngineStats
+from model_runner.tokenizer import Tokenizer
 from tests.s3_server import READER_KEY, READER_SECRET, start_s3_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -248,6 +249,12 @@ def test_completions_of_text_and_ids(service: Service) -> None:
     )
     assert ids.usage is not None
     assert (ids.usage.prompt_tokens, ids.usage.completion_tokens) == (3, 3)
+    scored: Any = client.completions.create(
+        model="demo", prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=1
+    )
+    values = scored.choices[0].logprobs.token_logprobs
+    assert values[0] is None and len(values) == 3 and max(values[1:]) < 0
+    assert scored.usage.completion_tokens == 0
     with pytest.raises(openai.BadRequestError, match="token id 9999"):
         client.completions.create(model="demo", prompt=[9999])
 
@@ -270,6 +277,19 @@ def test_seed_repeats_itself(service: Service) -> None:
 
     assert draw(1) == draw(1)
     assert len({draw(seed) for seed in range(4)}) > 1
+    unbiased = ask(service.client(), "demo", QUESTIONS[0]["question"], logprobs=True)
+    first = unbiased.choices[0].logprobs.content[0].token
+    with pytest.raises(openai.BadRequestError, match="logit_bias: token id 3584"):
+        ask(service.client(), "demo", "Hi", logit_bias={"3584": 1})
+    (token_id,) = Tokenizer(DEMO / "base").encode(first, add_special_tokens=False)
+    biased = ask(
+        service.client(),
+        "demo",
+        QUESTIONS[0]["question"],
+        logprobs=True,
+        logit_bias={str(token_id): -100},
+    )
+    assert biased.choices[0].logprobs.content[0].token != first
 
 
 def test_foreign_adapters_do_not_exist(service: Service) -> None:
