@@ -103,6 +103,8 @@ class Request:
     request_id  unique in the engine;  adapter None = the base model;  weight = the tenant's share
                 when tenants compete;
     cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
+    adapter_digest  the content that its adapter must have, as a `RequestOutput` told it: another
+                is never used in its place. "" = what the adapter's uri holds now.
     """
 
     request_id: str
@@ -112,6 +114,7 @@ class Request:
     tenant_id: str = ""
     weight: float = 1.0
     cache_salt: str = ""
+    adapter_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class RequestOutput:
     index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in
            the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
+    adapter_digest  with the first token of a sequence: the content of its adapter ("" = no adapter,
+                or told before).
     """
 
     request_id: str
@@ -145,6 +150,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    adapter_digest: str = ""
 
 
 @dataclass
