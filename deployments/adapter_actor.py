@@ -1,4 +1,5 @@
-"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks.
+"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks, and
+looks whether sources hold newer ones, so that no engine's process does.
 
 It is the engines' own store without a device, over the same folder: whoever comes first fetches,
 the others find the file. So nothing is lost with it but a head start. No slots here.
@@ -7,6 +8,7 @@ the others find the file. So nothing is lost with it but a head start. No slots 
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,21 @@ from adapter_store.ref import AdapterRef
 
 PATIENCE_S = 600.0
 _POLL_S = 0.02
+_LOOK_WAIT_S = 1.0
 _log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """What is in the host tier now, and what was loaded since the last answer to anybody.
+
+    loads, seconds, num_bytes  by tier, as `StoreStats` has them
+    """
+
+    digests: dict[AdapterRef, str]
+    loads: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class AdapterStoreActor:
@@ -29,6 +45,8 @@ class AdapterStoreActor:
 
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
+        self._watches: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}
 
     async def register(
         self,
@@ -49,8 +67,9 @@ class AdapterStoreActor:
         # Imported here and not above: torch comes with them, and who calls the actor needs none.
         from adapter_store.host_cache import HostCache
         from adapter_store.store import AdapterStore
+        from adapter_store.watch import Watch
 
-        self._stores[model] = AdapterStore(
+        store = self._stores[model] = AdapterStore(
             targets,
             None,
             HostCache(Path(folder), max_bytes),
@@ -58,9 +77,18 @@ class AdapterStoreActor:
             dtype=dtype,
             s3=s3,
         )
+        self._watches[model] = Watch(store.loader.look)
+        self._told[model] = store.stats()
 
-    async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:
-        """Have adapters in the host tier; the digests of those that are there now.
+    async def look(self, model: str, uris: Sequence[str]) -> dict[str, str]:
+        """What uris hold now, see `Watch.look`; in a second, however slow a source is."""
+        found: dict[str, str] = await asyncio.to_thread(
+            self._watches[model].look, uris, _LOOK_WAIT_S
+        )
+        return found
+
+    async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> Prefetched:
+        """Have adapters in the host tier; with the digests of those that are there now.
 
         What cannot be had is told to the log only: a request for it will say so to its client.
         """
@@ -81,7 +109,18 @@ class AdapterStoreActor:
                         missing.discard(ref)
         for ref in digests:
             store.forget(ref)
-        return digests
+        before, now = self._told[model], store.stats()
+        self._told[model] = now
+        return Prefetched(
+            digests,
+            _grown(before.loads, now.loads),
+            _grown(before.load_seconds, now.load_seconds),
+            _grown(before.load_bytes, now.load_bytes),
+        )
+
+
+def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    return {tier: count - before[tier] for tier, count in now.items()}
 
 
 def adapter_store_actor(name: str, node_id: str) -> ActorHandle:
