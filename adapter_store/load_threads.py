@@ -41,10 +41,7 @@ class LoadThreads:
             if self._closed:
                 return
             self._waiting.setdefault(lane, deque()).append(job)
-            busy = self._running.total()
-            is_short = busy == len(self._threads) < self._max_threads
-            if is_short and self._may_begin(lane):
-                self._add_thread()
+            self._add_thread_if_short()
             self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
@@ -56,6 +53,12 @@ class LoadThreads:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _add_thread_if_short(self) -> None:
+        """All are busy, and some job might begin."""
+        if self._running.total() == len(self._threads) < self._max_threads:
+            if any(self._may_begin(lane) for lane in self._waiting):
+                self._add_thread()
 
     def _add_thread(self) -> None:
         name = f"{self._name}-{len(self._threads)}"
@@ -91,6 +94,7 @@ class LoadThreads:
                     if not jobs:
                         del self._waiting[lane]
                     self._running[lane] += 1
+                    self._add_thread_if_short()
                     return lane, job
                 self._changed.wait()
             return None
