@@ -56,9 +56,9 @@ class LoadThreads:
 
     def _add_thread_if_short(self) -> None:
         """All are busy, and some job might begin."""
-        if self._running.total() == len(self._threads) < self._max_threads:
-            if any(self._may_begin(lane) for lane in self._waiting):
-                self._add_thread()
+        is_short = self._running.total() == len(self._threads) < self._max_threads
+        if is_short and any(self._may_begin(lane) for lane in self._waiting):
+            self._add_thread()
 
     def _add_thread(self) -> None:
         name = f"{self._name}-{len(self._threads)}"

@@ -176,10 +176,10 @@ def test_lanes_that_hang_hold_only_their_share() -> None:
             assert done.acquire(timeout=TIMEOUT_S)
         assert sorted(begun) == ["x", "x", "y", "y"]
         gate.set()
-        for _ in range(20):
-            threads.submit(done.release, "x")
+        for lane in ("x", "y") * 10:
+            threads.submit(done.release, lane)
         assert all(done.acquire(timeout=TIMEOUT_S) for _ in range(20))
-        assert len(begun) == 10 and len(threads._threads) <= 8
+        assert len(begun) == 10 and len(threads._threads) <= 8, "each lane in its order"
     finally:
         gate.set()
         threads.close(TIMEOUT_S)
