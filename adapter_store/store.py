@@ -74,12 +74,12 @@ class AdapterStore:
     cache         the host tier, shared with other processes; not closed by the store
     load_threads  adapters fetched side by side;  max_rank, dtype  None = the arena's
     s3            None = what the environment says
-    contents      what uris hold as others have seen it; by default the store stands alone
     on_progress   called by the store's threads whenever `poll` has something new: set an event,
                   nothing more
     fresh_s       a prefetch asks the source of a ref without digest again if the last look is older
     sticky_s      an error stays that long before a prefetch tries again;  hold_s  see the head of
                   the file
+    contents, loader, cache  for who ties stores together; safe to use from other threads
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class AdapterStore:
         dtype: torch.dtype | None = None,
         s3: S3Options | None = None,
         load_adapter: LoadAdapter = load_any_format,
-        contents: KnownContents | None = None,
         on_progress: Callable[[], None] | None = None,
         fresh_s: float = 1.0,
         sticky_s: float = 5.0,
@@ -106,10 +105,8 @@ class AdapterStore:
             max_bytes = arena.num_bytes if arena.num_slots else 0
         self._arena = arena
         self._table = SlotTable(arena.num_slots, arena.num_bytes) if arena else SlotTable(0, 0)
-        self.contents = contents or KnownContents()
-        self.loader = AdapterLoader(
-            targets, dtype, cache, max_rank, s3, load_adapter, self.contents
-        )
+        self.contents = contents = KnownContents()
+        self.loader = AdapterLoader(targets, dtype, cache, max_rank, s3, load_adapter, contents)
         self.cache = cache
         self._hold_s = hold_s
         self._fences: list[tuple[Fence, AdapterSlot, bool]] = []

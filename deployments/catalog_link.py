@@ -212,7 +212,8 @@ def catalog_actor(name: str) -> ActorHandle:
     )
 
 
-def catalog_name(*s3: str) -> str:
+def catalog_name(endpoint_url: str, region: str, access_key: str) -> str:
     """Of the catalog for those who read the same S3 with the same rights: there a uri means the
     same to all."""
-    return f"catalog-{sha256(repr(s3).encode()).hexdigest()[:16]}"
+    same = repr((endpoint_url, region, access_key))
+    return f"catalog-{sha256(same.encode()).hexdigest()[:16]}"

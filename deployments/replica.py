@@ -63,7 +63,8 @@ class Replica:
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)
         self._s3 = _s3_options(adapters)
-        self._catalog_name = catalog_name(*adapters.s3.options())
+        endpoint_url, region, access_key, _ = adapters.s3.options()
+        self._catalog_name = catalog_name(endpoint_url, region, access_key)
         # A folder that the operator named is the operator's; ours goes when its last replica does.
         ours = self._config.host_cache_dir == host_cache_dir and not adapters.host_cache_dir
         self._folder = HostTierFolder(host_cache_dir) if ours else None

@@ -132,8 +132,7 @@ def service() -> Iterator[Service]:
         )
         try:
             start(load_config(path))
-            keys = (READER_KEY, READER_SECRET)
-            name = catalog_name(s3.endpoint_url, "us-east-1", *keys)
+            name = catalog_name(s3.endpoint_url, "us-east-1", READER_KEY)
             found = Service(f"http://127.0.0.1:{port}", s3, name)
             wait_until(lambda: httpx.get(f"{found.url}/ready").status_code == 200, 60)
             yield found
