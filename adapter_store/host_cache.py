@@ -31,7 +31,6 @@ from adapter_store.packed_layout import fingerprint
 from adapter_store.weights import LoraTarget
 
 _POLL_S = 0.02
-_MEASURE_S = 1.0
 _ALIAS_LIFE_S = 7 * 24 * 3600
 _PRIVATE_PREFIX = "adapter-cache-"
 
@@ -43,7 +42,6 @@ class HostCache:
             removed by `close` and at exit; one left by a killed process goes with the next
     lock_timeout_s  how long to wait for another process that fetches the same;  room_timeout_s  for
                     room in the budget
-    last_used_bytes  `used_bytes` of a second ago or so
     Safe to use from several threads and processes at once.
     """
 
@@ -68,8 +66,6 @@ class HostCache:
             self._finalizer = weakref.finalize(self, _end, alive, self.folder)
         self._remove_leftovers()
         self._remove_old_aliases()
-        self.last_used_bytes = self.used_bytes()
-        self._measured_at = time.monotonic()
 
     def close(self) -> None:
         """Stop waiting for locks; remove a private folder. Open adapters stay readable."""
@@ -100,9 +96,6 @@ class HostCache:
             path.unlink(missing_ok=True)
             return None
         self._verified.add(mark)
-        if time.monotonic() - self._measured_at > _MEASURE_S:
-            self._measured_at = time.monotonic()
-            self.last_used_bytes = self.used_bytes()
         with suppress(FileNotFoundError):
             os.utime(path)
         return packed
@@ -149,7 +142,6 @@ class HostCache:
                 if over <= 0:
                     with open(part, "wb") as file:
                         reserve(file.fileno(), num_bytes)
-                    self.last_used_bytes = over + self.max_bytes
                     return
             if self._cancelled or time.monotonic() > deadline:
                 raise AdapterUnavailable(

@@ -51,15 +51,12 @@ class StoreStats:
                   in the host tier: a hit), "device" (copied into a slot)
     load_seconds  by the same tiers, threads summed up;  load_bytes  read from the source, found,
                   copied;  failures  loads that ended in an error
-    host_used_bytes, host_bytes  the host tier, of all processes that share it, and its budget
     """
 
     loads: dict[str, int]
     load_seconds: dict[str, float]
     load_bytes: dict[str, int]
     failures: int
-    host_used_bytes: int
-    host_bytes: int
     evictions: int
     arena_used_bytes: int
     arena_bytes: int
@@ -234,8 +231,6 @@ class AdapterStore:
             load_seconds={**fetched.load_seconds, "device": self._copy_seconds},
             load_bytes={"remote": 0, "host": 0, **fetched.load_bytes, "device": self._copied_bytes},
             failures=fetched.failures,
-            host_used_bytes=self.cache.last_used_bytes,
-            host_bytes=self.cache.max_bytes,
             evictions=self._evictions,
             arena_used_bytes=self._table.used_bytes,
             arena_bytes=self._table.num_bytes,

@@ -8,7 +8,6 @@ the others find the file. So nothing is lost with it but a head start. No slots 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,6 @@ _LOOK_WAIT_S = 1.0
 _log = logging.getLogger("ray.serve")
 
 
-@dataclass(frozen=True)
-class Prefetched:
-    """What is in the host tier now, and what was loaded since the last answer to anybody.
-
-    loads, seconds, num_bytes  by tier, as `StoreStats` has them
-    """
-
-    digests: dict[AdapterRef, str]
-    loads: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_bytes: dict[str, int] = field(default_factory=dict)
-
-
 class AdapterStoreActor:
     """One a node, with a store for each base model whose replicas live there.
 
@@ -46,7 +32,6 @@ class AdapterStoreActor:
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
         self._watches: dict[str, Any] = {}
-        self._told: dict[str, Any] = {}
 
     async def register(
         self,
@@ -78,7 +63,6 @@ class AdapterStoreActor:
             s3=s3,
         )
         self._watches[model] = Watch(store.loader.look)
-        self._told[model] = store.stats()
 
     async def look(self, model: str, uris: Sequence[str]) -> dict[str, str]:
         """What uris hold now, see `Watch.look`; in a second, however slow a source is."""
@@ -87,8 +71,8 @@ class AdapterStoreActor:
         )
         return found
 
-    async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> Prefetched:
-        """Have adapters in the host tier; with the digests of those that are there now.
+    async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:
+        """Have adapters in the host tier; the digests of those that are there now.
 
         What cannot be had is told to the log only: a request for it will say so to its client.
         """
@@ -109,18 +93,7 @@ class AdapterStoreActor:
                         missing.discard(ref)
         for ref in digests:
             store.forget(ref)
-        before, now = self._told[model], store.stats()
-        self._told[model] = now
-        return Prefetched(
-            digests,
-            _grown(before.loads, now.loads),
-            _grown(before.load_seconds, now.load_seconds),
-            _grown(before.load_bytes, now.load_bytes),
-        )
-
-
-def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    return {tier: count - before[tier] for tier, count in now.items()}
+        return digests
 
 
 def adapter_store_actor(name: str, node_id: str) -> ActorHandle:

@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -18,7 +17,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
-from deployments.adapter_actor import Prefetched, adapter_store_actor
+from deployments.adapter_actor import adapter_store_actor
 from deployments.catalog import Answer, Report
 from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.coalescing import coalesce
@@ -73,7 +72,6 @@ class Replica:
         self._engine: Engine | None = None
         self._actor: Any = None
         self._catalog: Any = None
-        self._ahead = Prefetched({})
         self._wanted: set[AdapterRef] = set()
         self._fetches = asyncio.Lock()
         self._fetch_tasks: set[asyncio.Task[None]] = set()
@@ -138,13 +136,7 @@ class Replica:
         }
 
     def _view(self) -> ReplicaView:
-        stats, ahead = self._loop.stats(), self._ahead
-        stats = replace(
-            stats,
-            tier_loads=_sum(stats.tier_loads, ahead.loads),
-            tier_seconds=_sum(stats.tier_seconds, ahead.seconds),
-            tier_bytes=_sum(stats.tier_bytes, ahead.num_bytes),
-        )
+        stats = self._loop.stats()
         return ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
 
     async def _report_for_ever(self) -> None:
@@ -170,13 +162,7 @@ class Replica:
         """Have the node's actor fetch adapters of this seat, so that requests find them near."""
         try:
             actor = await self._node_actor()
-            found: Prefetched = await actor.prefetch.remote(self._model, refs)
-            self._ahead = Prefetched(
-                {},
-                _sum(self._ahead.loads, found.loads),
-                _sum(self._ahead.seconds, found.seconds),
-                _sum(self._ahead.num_bytes, found.num_bytes),
-            )
+            await actor.prefetch.remote(self._model, refs)
         except Exception as exc:
             # It died with the replica that made it, or gave up: the next try makes one if needed.
             _log.warning("nothing was fetched ahead: %s", exc)
@@ -248,10 +234,6 @@ def _s3_options(adapters: AdapterSettings) -> "S3Options":
 
     endpoint_url, region, access_key, secret_key = adapters.s3.options()
     return S3Options(endpoint_url, region, access_key, secret_key)
-
-
-def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in one.keys() | other.keys()}
 
 
 async def _done(response: Any) -> None:

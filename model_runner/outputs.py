@@ -82,8 +82,7 @@ def make_news(
         life.prompt_len,
         max(0, life.num_cached_tokens),
         life.num_output,
-        # The engine has bound the ref to a content by now.
-        adapter.revision if adapter and tokens and life.num_output == len(tokens) else "",
+        adapter.revision if adapter else "",  # the engine has bound it to a content by now
     )
 
 

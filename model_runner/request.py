@@ -136,8 +136,7 @@ class RequestOutput:
     index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in
            the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
-    adapter_digest  with the first token of a sequence: the content of its adapter ("" = no adapter,
-                or told before).
+    adapter_digest  the content of its adapter ("" = no adapter, or not known yet).
     """
 
     request_id: str

@@ -12,11 +12,9 @@ class EngineStats:
     counters: num_steps, sampled_tokens (drawn on the device), delivered_tokens (given to clients),
     discarded_tokens (drawn and thrown away),
               prompt_tokens, cached_tokens, preemptions, finished (by reason), loads, evictions,
-              load_seconds; by tier ("remote": source -> host, a miss of the host tier; "host":
-              found there, a hit; "device": host -> device) tier_loads, tier_seconds, tier_bytes;
-              load_failures
+              load_seconds, load_bytes (by tier, as `AdapterStore` counts them)
     gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes,
-    arena_bytes, slots_in_use, num_slots, host_used_bytes, host_bytes (the node's host tier)
+    arena_bytes, slots_in_use, num_slots
     resident  adapters in slots;  by_tenant  tenant -> delivered tokens
     distinct_experts  mean per layer and decode step since the last snapshot that asked for it (0
                       for dense models)
@@ -35,12 +33,7 @@ class EngineStats:
     loads: int = 0
     evictions: int = 0
     load_seconds: float = 0.0
-    tier_loads: dict[str, int] = field(default_factory=dict)
-    tier_seconds: dict[str, float] = field(default_factory=dict)
-    tier_bytes: dict[str, int] = field(default_factory=dict)
-    load_failures: int = 0
-    host_used_bytes: int = 0
-    host_bytes: int = 0
+    load_bytes: dict[str, int] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
     waiting_for_adapter: int = 0

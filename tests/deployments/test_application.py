@@ -82,14 +82,8 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
             AdapterRef(f"t/{name}", str(DEMO / "adapters" / name)) for name in ("pirate", "formal")
         ]
         absent = AdapterRef("t/absent", str(DEMO / "adapters" / "absent"))
-        found = await actor.prefetch("demo", [*good, absent])
-        digests = found.digests
+        digests = await actor.prefetch("demo", [*good, absent])
         assert set(digests) == set(good)
-        assert found.loads == {"remote": 2, "host": 0, "device": 0}
-        read = sum(p.stat().st_size for ref in good for p in Path(ref.uri).iterdir())
-        assert found.num_bytes["remote"] == read and found.seconds["remote"] > 0
-        again = await actor.prefetch("demo", good)
-        assert again.digests == digests and not any(again.num_bytes.values()), "each told once"
         seen = await actor.look("demo", [ref.uri for ref in (*good, absent)])
         assert seen[absent.uri] == "" and all(seen[ref.uri] for ref in good)
         packed = {path.name.split("-")[0] for path in (tmp_path / "packed").iterdir()}
