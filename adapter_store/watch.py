@@ -11,7 +11,7 @@ from adapter_store.errors import AdapterError, AdapterUnavailable
 from adapter_store.load_threads import LoadThreads
 from adapter_store.prefetcher import lane_of
 
-_THREADS = 16  # an S3 that is far answers a look in some 50 ms
+_THREADS = 16  # a look is little work and much waiting
 
 
 class Watch:
