@@ -18,6 +18,8 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
+from deployments.catalog import Answer, Report
+from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.coalescing import coalesce
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from adapter_store.sources.source import S3Options
 
 REPORT_PERIOD_S = 1.0
+_LOOK_PATIENCE_S = 10.0
 _TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 
@@ -59,6 +62,8 @@ class Replica:
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)
         self._s3 = _s3_options(adapters)
+        endpoint_url, region, access_key, _ = adapters.s3.options()
+        self._catalog_name = catalog_name(endpoint_url, region, access_key)
         # A folder that the operator named is the operator's; ours goes when its last replica does.
         ours = self._config.host_cache_dir == host_cache_dir and not adapters.host_cache_dir
         self._folder = HostTierFolder(host_cache_dir) if ours else None
@@ -66,6 +71,7 @@ class Replica:
         self._router = router
         self._engine: Engine | None = None
         self._actor: Any = None
+        self._catalog: Any = None
         self._wanted: set[AdapterRef] = set()
         self._fetches = asyncio.Lock()
         self._fetch_tasks: set[asyncio.Task[None]] = set()
@@ -80,7 +86,18 @@ class Replica:
         await asyncio.to_thread(self._loop.start)
         self._replica_id, self._node_id = _identity()
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
-        self._reports = asyncio.create_task(self._report_for_ever())
+        assert self._engine is not None
+        store = self._engine.store
+        link = CatalogLink(
+            self._replica_id,
+            self._node_id,
+            store.contents,
+            store.cache.digests,
+            self._look,
+            self._exchange,
+        )
+        self._reports: asyncio.Task[None] = asyncio.create_task(self._report_for_ever())
+        self._link: asyncio.Task[None] = asyncio.create_task(link.run())
 
     async def generate(
         self, request: Request, place: Place | None = None
@@ -144,15 +161,41 @@ class Replica:
     async def _prefetch(self, refs: list[AdapterRef]) -> None:
         """Have the node's actor fetch adapters of this seat, so that requests find them near."""
         try:
-            async with self._fetches:
-                if self._actor is None:
-                    self._actor = await asyncio.to_thread(self._make_actor)
-            await self._actor.prefetch.remote(self._model, refs)
+            actor = await self._node_actor()
+            await actor.prefetch.remote(self._model, refs)
         except Exception as exc:
             # It died with the replica that made it, or gave up: the next try makes one if needed.
             _log.warning("nothing was fetched ahead: %s", exc)
             self._actor = None
             self._wanted.difference_update(refs)
+
+    async def _look(self, uris: list[str]) -> dict[str, str]:
+        """Look at uris for the whole service, in the node's actor, which has the time for it."""
+        try:
+            actor = await self._node_actor()
+            async with asyncio.timeout(_LOOK_PATIENCE_S):
+                found: dict[str, str] = await actor.look.remote(self._model, uris)
+        except BaseException:
+            self._actor = None
+            raise
+        return found
+
+    async def _exchange(self, report: Report) -> Answer:
+        """A turn with the catalog; after a failure the next one finds or makes it anew."""
+        if self._catalog is None:
+            self._catalog = await asyncio.to_thread(catalog_actor, self._catalog_name)
+        try:
+            answer: Answer = await self._catalog.exchange.remote(report)
+        except BaseException:
+            self._catalog = None
+            raise
+        return answer
+
+    async def _node_actor(self) -> Any:
+        async with self._fetches:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._make_actor)
+            return self._actor
 
     def _make_actor(self) -> Any:
         assert self._engine is not None
@@ -175,7 +218,7 @@ class Replica:
         """Serve awaits this when the replica is stopped in order, after its streams."""
         if not hasattr(self, "_seat"):
             return
-        for task in (self._reports, *self._fetch_tasks):
+        for task in (self._reports, self._link, *self._fetch_tasks):
             task.cancel()
         with suppress(*_TROUBLE, TimeoutError):
             await asyncio.wait_for(

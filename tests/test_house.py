@@ -31,6 +31,8 @@ LAW = {
     "adapter_store": "torch safetensors adapter_store",
     "adapter_store.ref": "",
     "adapter_store.errors": "",
+    "adapter_store.contents": "adapter_store.sources",
+    "adapter_store.load_threads": "",
     "adapter_store.weights": "torch adapter_store.ref",
     "adapter_store.slot_table": "adapter_store.ref adapter_store.errors",
     "adapter_store.sources": "adapter_store.ref adapter_store.errors adapter_store.sources",
@@ -66,6 +68,8 @@ LAW = {
     "deployments.replica_backend": f"{_FACE} ray",
     "deployments.request_router": f"{_FACE} ray",
     "deployments.adapter_actor": f"{_FACE} ray adapter_store",
+    "deployments.catalog": f"{_FACE} adapter_store.contents",
+    "deployments.catalog_link": f"{_FACE} ray adapter_store.contents",
     "deployments.replica": f"{_FACE} ray adapter_store model_runner",
     "deployments.ingress": f"{_FACE} ray fastapi starlette pydantic",
     "deployments.metrics": f"{_FACE} ray prometheus_client",
@@ -88,6 +92,7 @@ TORCH_FREE = (
     "deployments.router",
     "deployments.placement",
     "deployments.config",
+    "deployments.catalog_link",
 )
 
 
