@@ -42,12 +42,16 @@ class _Section(BaseModel):
 
 
 class ModelSettings(_Section):
-    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`."""
+    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`.
+
+    engine_process  the engine in a child process of its replica, not in one of its threads
+    """
 
     name: str = Field(pattern=_NAME)
     path: str
     load_format: str = "safetensors"
     engine: dict[str, Any] = {}
+    engine_process: bool = False
     num_replicas: Annotated[int, Field(ge=1)] = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     num_gpus: Annotated[float, Field(ge=0)] = 0

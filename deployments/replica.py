@@ -8,7 +8,8 @@ import logging
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -18,12 +19,12 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
-from deployments.coalescing import coalesce
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
 from deployments.metrics import engine_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
+from model_runner.engine_face import EngineFace
 from model_runner.request import Request, RequestOutput
 from model_runner.stats import EngineStats
 
@@ -53,9 +54,9 @@ class Replica:
         # The engine, and torch with it, is imported in this process and in no other.
         from model_runner.engine import Engine
         from model_runner.engine_loop import EngineLoop
+        from model_runner.engine_process import SWITCH_INTERVAL_S, EngineProcess
 
-        # The engine's thread must not wait 5 ms, Python's default, for this process' event loop.
-        sys.setswitchinterval(5e-5)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)
         self._s3 = _s3_options(adapters)
@@ -64,7 +65,6 @@ class Replica:
         self._folder = HostTierFolder(host_cache_dir) if ours else None
         self._min_gap_s = min_gap_s
         self._router = router
-        self._engine: Engine | None = None
         self._actor: Any = None
         self._wanted: set[AdapterRef] = set()
         self._fetches = asyncio.Lock()
@@ -72,11 +72,8 @@ class Replica:
         self._reported = EngineStats()
         self._seat_lost = False
 
-        def make_engine() -> Engine:
-            self._engine = Engine(self._config, self._s3)
-            return self._engine
-
-        self._loop = EngineLoop(make_engine)
+        face = EngineProcess if settings.engine_process else EngineLoop
+        self._loop: EngineFace = face(partial(Engine, self._config, self._s3))
         await asyncio.to_thread(self._loop.start)
         self._replica_id, self._node_id = _identity()
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
@@ -86,8 +83,7 @@ class Replica:
         self, request: Request, place: Place | None = None
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Run a request; closing this aborts it. `place` was for the request router."""
-        stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
-        async with aclosing(coalesce(stream, self._min_gap_s)) as messages:
+        async with aclosing(self._loop.messages(request, self._min_gap_s)) as messages:
             async for message in messages:
                 yield message
 
@@ -155,14 +151,13 @@ class Replica:
             self._wanted.difference_update(refs)
 
     def _make_actor(self) -> Any:
-        assert self._engine is not None
         config = self._config
         actor = adapter_store_actor(config.host_cache_dir.replace("/", "_"), self._node_id)
         ray.get(
             actor.register.remote(
                 self._model,
-                self._engine.targets,
-                self._engine.dtype,
+                self._loop.traits.targets,
+                self._loop.traits.dtype,
                 config.max_lora_rank,
                 config.host_cache_dir,
                 config.host_cache_bytes,

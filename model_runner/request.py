@@ -146,6 +146,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
 
+    def __reduce__(self) -> tuple[type["RequestOutput"], tuple[object, ...]]:
+        """Pickled by position: these cross two processes for every message of every stream."""
+        return type(self), tuple(self.__dict__.values())
+
 
 @dataclass
 class Completion:
