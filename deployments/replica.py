@@ -6,7 +6,7 @@ No HTTP, no text.
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from model_runner.stats import EngineStats
 
 if TYPE_CHECKING:
     from adapter_store.sources.source import S3Options
+    from model_runner.engine_loop import Steppable
 
 REPORT_PERIOD_S = 1.0
 _TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
@@ -51,8 +52,6 @@ class Replica:
         min_gap_s: float,
         router: DeploymentHandle,
     ) -> None:
-        # The engine, and torch with it, is imported in this process and in no other.
-        from model_runner.engine import Engine
         from model_runner.engine_loop import EngineLoop
         from model_runner.engine_process import SWITCH_INTERVAL_S, EngineProcess
 
@@ -73,11 +72,17 @@ class Replica:
         self._seat_lost = False
 
         face = EngineProcess if settings.engine_process else EngineLoop
-        self._loop: EngineFace = face(partial(Engine, self._config, self._s3))
+        self._loop: EngineFace = face(self._engine_maker())
         await asyncio.to_thread(self._loop.start)
         self._replica_id, self._node_id = _identity()
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
         self._reports = asyncio.create_task(self._report_for_ever())
+
+    def _engine_maker(self) -> "Callable[[], Steppable]":
+        # The engine, and torch with it, is imported by replicas and by no other process.
+        from model_runner.engine import Engine
+
+        return partial(Engine, self._config, self._s3)
 
     async def generate(
         self, request: Request, place: Place | None = None
