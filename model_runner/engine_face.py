@@ -158,10 +158,10 @@ class EngineFace(ABC):
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as they come; the rest as `messages`."""
-        async with aclosing(self._batches(request, 0.0)) as batches:
-            async for batch in batches:
-                for output in batch:
-                    yield replace(output, request_id=request.request_id)
+        async with aclosing(self.messages(request)) as messages:
+            async for message in messages:
+                for output in message:
+                    yield output
 
     async def messages(
         self, request: Request, gap_s: float = 0.0
@@ -173,17 +173,6 @@ class EngineFace(ABC):
         generator aborts the request in the engine before its next step. The same request_id may be
         used again as soon as its stream is closed.
         """
-        async with aclosing(self._batches(request, gap_s)) as batches:
-            async for batch in batches:
-                yield join_outputs(batch, request.request_id)
-
-    @abstractmethod
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the engine; running requests get an error."""
-
-    async def _batches(
-        self, request: Request, gap_s: float
-    ) -> AsyncGenerator[list[RequestOutput], None]:
         problem = request.sampling.problem()
         indices = range(1 if problem else request.sampling.n)
         refusal = self._refusal(request, problem)
@@ -200,12 +189,16 @@ class EngineFace(ABC):
             stream.fail(self._epitaph)
         try:
             while stream.open or stream.news:
-                yield await stream.take(gap_s)
+                yield join_outputs(await stream.take(gap_s), request.request_id)
         finally:
             stream.stop_timer()
             del self._streams[key], self._key_of[request.request_id]
             if stream.open:
                 self._send(Abort(key))
+
+    @abstractmethod
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the engine; running requests get an error."""
 
     def _refusal(self, request: Request, problem: str | None) -> tuple[ErrorCode, str] | None:
         if problem:

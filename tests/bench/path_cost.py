@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments.keeper import run_kept
+from deployments.serve_flags import SERVE_FLAGS
 from tests.bench.path_report import VALUES, report
 from tests.bench.results import ABOUT, RESULTS, append_rows, describe_run
 
@@ -60,8 +61,16 @@ def random_world(folder: Path, args: argparse.Namespace) -> "World":
 
     # A budget of its own: several engines share the device.
     engine = json.dumps({"kv_bytes": int(args.kv_gib * 2**30), **json.loads(args.config)})
-    wishes = Wishes(args.shape, args.adapters, args.rank, args.layers, tokens_in=args.tokens_in,
-                    tokens_out=args.tokens_out, max_clients=args.max_clients, engine=engine)  # fmt: skip
+    wishes = Wishes(
+        args.shape,
+        args.adapters,
+        args.rank,
+        args.layers,
+        tokens_in=args.tokens_in,
+        tokens_out=args.tokens_out,
+        max_clients=args.max_clients,
+        engine=engine,
+    )
     work = prepare(wishes, folder)
     vocab = int(work.config["vocab_size"])
     write_tokenizer(folder / "model", vocab)
@@ -88,7 +97,8 @@ def set_environment(private: Path) -> None:
         "RAY_worker_niceness": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     }
-    os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+    for name, value in SERVE_FLAGS.items():
+        os.environ.setdefault(name, value)
     os.environ.pop("RAY_ADDRESS", None)
 
 
@@ -106,9 +116,14 @@ def run(args: argparse.Namespace, private: Path) -> int:
         bench.warm_up()
         args.seconds -= time.monotonic() - begin
         print(f"ready after {time.monotonic() - begin:.0f} s", flush=True)
-        about = {"shape": args.shape + (f"/{args.layers} layers" if args.layers else ""),
-                 "adapters": args.adapters, "tokens_in": args.tokens_in,
-                 "tokens_out": args.tokens_out, "cores": os.cpu_count(), **describe_run()}  # fmt: skip
+        about = {
+            "shape": args.shape + (f"/{args.layers} layers" if args.layers else ""),
+            "adapters": args.adapters,
+            "tokens_in": args.tokens_in,
+            "tokens_out": args.tokens_out,
+            "cores": os.cpu_count(),
+            **describe_run(),
+        }
         rows: list[dict[str, Any]] = []
         path = Path(args.out) / "path.csv"
 

@@ -197,7 +197,7 @@ async def test_a_broken_engine_fails_its_streams_and_is_not_alive(face, monkeypa
     loop = face(broken_engines.ExplodingEngine)
     loop.start(60)
     outputs = [o async for o in loop.stream(greedy("victim", 900))]
-    assert outputs[0].error_code is None
+    assert sum(len(o.new_token_ids) for o in outputs) == 4
     assert outputs[-1].error_code is ErrorCode.ENGINE_DEAD
     assert "the device is gone" in outputs[-1].error
     await wait_until(lambda: not loop.alive, 5)
@@ -212,7 +212,7 @@ async def test_a_child_that_crashes_fails_its_streams_alone():
     loop = EngineProcess(broken_engines.CrashingEngine)
     loop.start(60)
     outputs = [o async for o in loop.stream(greedy("victim", 900))]
-    assert outputs[0].error_code is None
+    assert sum(len(o.new_token_ids) for o in outputs) == 4
     assert outputs[-1].error_code is ErrorCode.ENGINE_DEAD
     assert "exit code 9" in outputs[-1].error and not loop.alive
     loop.stop()
