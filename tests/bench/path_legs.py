@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import multiprocessing
 import random
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ from typing import Any
 import ray
 
 from adapter_store.ref import AdapterRef
-from deployments.local_s3 import free_ports
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.engine_loop import EngineLoop
@@ -46,7 +46,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace, world: World, private: Path) -> None:
         self._args, self._world, self._rng = args, world, random.Random(args.seed)
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        (self._port,) = free_ports(1)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a replica has it
         config = EngineConfig(str(world.model), world.load_format, **world.engine)
         self._bare = EngineLoop(partial(Engine, config))
