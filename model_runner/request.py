@@ -201,6 +201,10 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     adapter_digest: str = ""
 
+    def __reduce__(self) -> tuple[type["RequestOutput"], tuple[object, ...]]:
+        """Pickled by position: these cross two processes for every message of every stream."""
+        return type(self), tuple(self.__dict__.values())
+
 
 @dataclass
 class Completion:

@@ -46,6 +46,7 @@ LAW = {
     "model_runner.command_line": "yaml adapter_store.ref model_runner",
     "model_runner.tokenizer": "transformers model_runner.request",
     "model_runner.text": "adapter_store.ref model_runner.request model_runner.tokenizer",
+    "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",
     "model_runner.models": (
@@ -74,6 +75,7 @@ LAW = {
     "deployments.ingress": f"{_FACE} ray fastapi starlette pydantic",
     "deployments.metrics": f"{_FACE} ray prometheus_client",
     "deployments.keeper": "",
+    "deployments.serve_flags": "",
     "deployments.local_s3": "boto3 botocore deployments.keeper",
     "deployments.demo": f"{_FACE} ray yaml",
 }
@@ -87,6 +89,9 @@ TORCH_FREE = (
     "model_runner.stats",
     "model_runner.tokenizer",
     "model_runner.text",
+    "model_runner.engine_face",
+    "model_runner.engine_loop",
+    "model_runner.engine_process",
     "model_runner.scheduling",
     "deployments.ingress",
     "deployments.router",
