@@ -1,4 +1,5 @@
-"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks.
+"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks, and
+looks whether sources hold newer ones, so that no engine's process does.
 
 It is the engines' own store without a device, over the same folder: whoever comes first fetches,
 the others find the file. So nothing is lost with it but a head start. No slots here.
@@ -18,6 +19,7 @@ from adapter_store.ref import AdapterRef
 
 PATIENCE_S = 600.0
 _POLL_S = 0.02
+_LOOK_WAIT_S = 1.0
 _log = logging.getLogger("ray.serve")
 
 
@@ -30,6 +32,7 @@ class AdapterStoreActor:
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
+        self._watches: dict[str, Any] = {}
 
     async def register(
         self,
@@ -50,8 +53,9 @@ class AdapterStoreActor:
         # Imported here and not above: torch comes with them, and who calls the actor needs none.
         from adapter_store.host_cache import HostCache
         from adapter_store.store import AdapterStore
+        from adapter_store.watch import Watch
 
-        self._stores[model] = AdapterStore(
+        store = self._stores[model] = AdapterStore(
             targets,
             None,
             HostCache(Path(folder), max_bytes),
@@ -59,6 +63,14 @@ class AdapterStoreActor:
             dtype=dtype,
             s3=s3,
         )
+        self._watches[model] = Watch(store.loader.look)
+
+    async def look(self, model: str, uris: Sequence[str]) -> dict[str, str]:
+        """What uris hold now, see `Watch.look`; in a second, however slow a source is."""
+        found: dict[str, str] = await asyncio.to_thread(
+            self._watches[model].look, uris, _LOOK_WAIT_S
+        )
+        return found
 
     async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:
         """Have adapters in the host tier; the digests of those that are there now.
@@ -84,15 +96,16 @@ class AdapterStoreActor:
             store.forget(ref)
         return digests
 
-    async def take_loads(self, model: str) -> tuple[dict[str, int], dict[str, float], int]:
-        """Loads and seconds by tier, and failures, since somebody last asked: told once."""
+    async def take_loads(self, model: str) -> tuple[dict[str, dict[str, float]], int]:
+        """Counters by tier as `StoreStats` names them, and failures, since somebody last asked:
+        told once."""
         now, before = self._stores[model].stats(), self._told.get(model)
         self._told[model] = now
-        if before is None:
-            return now.loads, now.load_seconds, now.failures
-        loads = {tier: number - before.loads[tier] for tier, number in now.loads.items()}
-        seconds = {tier: s - before.load_seconds[tier] for tier, s in now.load_seconds.items()}
-        return loads, seconds, now.failures - before.failures
+        growth = {}
+        for name in ("loads", "load_seconds", "load_bytes"):
+            was = getattr(before, name, {})
+            growth[name] = {t: n - was.get(t, 0) for t, n in getattr(now, name).items()}
+        return growth, now.failures - (before.failures if before else 0)
 
 
 def adapter_store_actor(name: str, node_id: str) -> ActorHandle:

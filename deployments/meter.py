@@ -15,8 +15,10 @@ from deployments import metrics
 from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS
 from deployments.usage import MOVED, RUNNING, UsageLog, UsageRecord
-from model_runner.request import RequestOutput
+from model_runner.request import FinishReason, RequestOutput
 from model_runner.text import TextOutput
+
+_ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # an answer may be its prompt alone
 
 
 @dataclass
@@ -89,10 +91,11 @@ class Meter:
         attempt.received += len(output.new_token_ids)
         attempt.thrown_away += output.num_discarded_tokens
         before = self._attempt_of.get(output.request_id)
-        if before != output.attempt and output.new_token_ids:
+        answers = output.new_token_ids or output.finish_reason in _ENDS
+        if before != output.attempt and answers:
             self._attempt_of[output.request_id] = output.attempt
             self._log.observe(metrics.QUEUE, self._labels(), output.queue_s)
-            if before is None:  # a prompt that never came to a token costs nothing
+            if before is None:  # a prompt that came to no answer costs nothing
                 attempt.prompt += output.num_prompt_tokens
                 attempt.cached += output.num_cached_tokens
             else:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from model_runner.stats import EngineStats
 
@@ -110,6 +111,9 @@ ADAPTER_LOADS = _counter("moe_adapter_loads_total", f"Adapter loads. {_TIER}", "
 ADAPTER_LOAD_S = _counter(
     "moe_adapter_load_seconds_total", f"Time that loads took. {_TIER}", "model", "tier"
 )
+ADAPTER_LOAD_BYTES = _counter(
+    "moe_adapter_load_bytes_total", f"Bytes that loads moved. {_TIER}", "model", "tier"
+)
 ADAPTER_FAILURES = _counter(
     "moe_adapter_load_failures_total", "Adapter loads that ended in an error.", "model"
 )
@@ -155,6 +159,7 @@ _ENGINE_FAMILIES = (
     (ENGINE_FINISHED, "finished"),
     (ADAPTER_LOADS, "loads"),
     (ADAPTER_LOAD_S, "load_seconds"),
+    (ADAPTER_LOAD_BYTES, "load_bytes"),
 )
 
 Key = tuple[str, tuple[str, ...]]
@@ -259,12 +264,9 @@ class Outbox:
             self._pending = None
 
 
-def loads_delta(
-    model: str, loads: dict[str, int], load_seconds: dict[str, float], failures: int
-) -> MetricDelta:
-    """What a store without an engine has loaded, by tier."""
-    stats = EngineStats(loads=loads, load_seconds=load_seconds, load_failures=failures)
-    return engine_delta(model, EngineStats(), stats)
+def loads_delta(model: str, by_tier: dict[str, Any], failures: int) -> MetricDelta:
+    """What a store without an engine has loaded. by_tier  fields of `EngineStats`."""
+    return engine_delta(model, EngineStats(), EngineStats(**by_tier, load_failures=failures))
 
 
 def engine_delta(model: str, before: EngineStats, after: EngineStats) -> MetricDelta:

@@ -13,13 +13,13 @@ class EngineStats:
     discarded_tokens (drawn and thrown away: past a stop id, after an abort, not finite),
               replayed_tokens (computed again after a preemption), prompt_tokens, cached_tokens,
               preemptions, finished (by reason), evictions, load_failures;
-              loads, load_seconds  by tier: "remote" (S3 or a folder -> host), "host" (found there),
-              "device" (host -> slot)
+              loads, load_seconds, load_bytes  by tier: "remote" (S3 or a folder -> host), "host"
+              (found there), "device" (host -> slot)
     Once an engine is idle, delivered + discarded = sampled. No token is drawn twice: a preempted
     sequence keeps what it has, and computing that again (replayed) draws nothing.
     gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes,
     arena_bytes, slots_in_use, num_slots;  of the host tier, where whoever passes it on has
-              looked (`Engine.host_tier`): host_adapters, host_used_bytes, host_bytes
+              looked (`host_cache.census`): host_adapters, host_used_bytes, host_bytes
     resident  adapters in slots;  by_tenant  tenant -> delivered tokens
     distinct_experts  mean per layer and decode step since the last snapshot that asked for it (0
                       for dense models)
@@ -40,6 +40,7 @@ class EngineStats:
     load_seconds: dict[str, float] = field(default_factory=dict)
     load_failures: int = 0
     evictions: int = 0
+    load_bytes: dict[str, int] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
     waiting_for_adapter: int = 0

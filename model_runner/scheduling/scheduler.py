@@ -123,7 +123,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Let it wait for its turn. The engine refuses what does not fit before."""
-        total = min(seq.prompt_len + seq.request.sampling.max_tokens, self.max_model_len)
+        total = min(seq.prompt_len + max(1, seq.request.sampling.max_tokens), self.max_model_len)
         assert seq.prompt_len < total and self.fits(total), (
             f"{seq.prompt_len} of {total} tokens, {self.max_model_len} allowed, "
             f"{self.pool.num_pages} pages"
@@ -258,8 +258,8 @@ class Scheduler:
                     self.num_discarded += 1
                     self.pool.forget(seq.table)
                     updates.append(Update(seq, None, FinishReason.ERROR, sample_idx))
-                    self._finish(seq, FinishReason.ERROR)
                     seq.num_discarded += 1
+                    self._finish(seq, FinishReason.ERROR)
                     continue
                 else:
                     ids = seq.token_ids
@@ -270,7 +270,13 @@ class Scheduler:
                     seq.account.counter += seq.output_cost
                     if known + 1 >= seq.max_tokens_total or token in seq.stop_ids:
                         reason = seq.reason_to_finish()
-                        updates.append(Update(seq, token, reason, sample_idx))
+                        if not seq.request.sampling.max_tokens:  # its prompt alone was wanted
+                            ids.pop()
+                            self.num_discarded += 1
+                            seq.num_discarded += 1
+                            updates.append(Update(seq, None, reason, sample_idx))
+                        else:
+                            updates.append(Update(seq, token, reason, sample_idx))
                         if reason is not None:
                             self._finish(seq, reason)
                             continue
@@ -335,7 +341,7 @@ class Scheduler:
         del self._seqs[seq.seq_id]
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
-        seq.num_discarded = seq.num_pending  # launched steps are still drawing them
+        seq.num_discarded += seq.num_pending  # launched steps are still drawing them
         if seq.in_batch:
             self._running.remove(seq)
         self._admission.remove(seq)

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 import deployments
+from adapter_store.host_cache import census
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from deployments.adapter_actor import AdapterStoreActor
@@ -84,8 +85,16 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
         absent = AdapterRef("t/absent", str(DEMO / "adapters" / "absent"))
         digests = await actor.prefetch("demo", [*good, absent])
         assert set(digests) == set(good)
+        seen = await actor.look("demo", [ref.uri for ref in (*good, absent)])
+        assert seen[absent.uri] == "" and all(seen[ref.uri] for ref in good)
         packed = {path.name.split("-")[0] for path in (tmp_path / "packed").iterdir()}
         assert packed == set(digests.values())
+        assert census(tmp_path) == (2, sum(p.stat().st_size for p in tmp_path.rglob("*.lora")))
+        growth, failures = await actor.take_loads("demo")
+        assert growth["loads"]["remote"] == 2 and growth["load_seconds"]["remote"] > 0
+        assert growth["load_bytes"]["remote"] > 0 and failures == 1
+        growth, failures = await actor.take_loads("demo")
+        assert not failures and not any(any(by.values()) for by in growth.values()), "told once"
         # The engine finds them there: nothing is fetched again.
         engine.load_adapters(good)
         assert engine.store.stats().loads["remote"] == 0

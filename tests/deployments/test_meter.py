@@ -150,6 +150,21 @@ async def test_what_ends_by_itself_counts_what_its_engine_threw_away(face: Face)
     assert record.discarded == 1
 
 
+async def test_a_prompt_that_was_all_that_was_wanted_is_billed(face: Face) -> None:
+    async def echo(request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
+        yield RequestOutput(
+            request.request_id,
+            finish_reason=FinishReason.LENGTH,
+            num_prompt_tokens=len(request.token_ids),
+            num_discarded_tokens=1,
+        )
+
+    face.backend.stream = echo  # type: ignore[method-assign]
+    await complete(face, prompt=[5, 6, 7], max_tokens=0, echo=True)
+    (record,) = records(face)
+    assert (record.status, record.prompt, *tokens_of(record)) == ("200", 3, 0, 1, 0)
+
+
 async def test_refusals_cost_nothing_and_are_told_apart(face: Face) -> None:
     answers = [await complete(face, model="absent"), await complete(face, temperature="hot")]
     face.backend.failure = (ErrorCode.ADAPTER_NOT_FOUND, "none")
