@@ -90,7 +90,7 @@ class EngineLoop:
         The same request_id may be used again as soon as its stream is closed.
         """
         problem = request.sampling.problem()
-        indices = range(1 if problem else request.sampling.n)
+        indices = (0,) if problem else request.indices
         refusal = self._refusal(request, problem)
         if refusal is not None:
             for index in indices:
