@@ -1,0 +1,269 @@
+"""A request whose replica is lost goes on elsewhere: no id twice, none missing, and never a third
+replica.
+
+The replicas are stood in for by the calls of a deployment handle. Not here: real ones that are
+killed (test_kills.py), and that an engine goes on from given ids (model_runner's test_resume.py).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
+
+from deployments.placement.view import Place
+from deployments.replica_backend import ReplicaBackend
+from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
+from tests.guards import take_out
+
+LENGTH = 12
+Script = Callable[[Request], AsyncIterator[list[RequestOutput]]]
+
+
+def draw(index: int, position: int) -> int:
+    """The id that every engine draws there."""
+    return 1000 * index + position
+
+
+def run_engine(
+    request: Request, sizes: list[int], stop_after: int | None = None
+) -> list[list[RequestOutput]]:
+    """The messages of one run: each brings every open sequence as many ids as `sizes` says in turn.
+
+    stop_after  messages until the run breaks off
+    """
+    given = request.resumed or ((),) * request.sampling.n
+    at = {i: len(ids) for i, ids in enumerate(given) if ids is not None}
+    messages = []
+    while at and (stop_after is None or len(messages) < stop_after):
+        size = sizes[len(messages) % len(sizes)]
+        message = []
+        for index, start in list(at.items()):
+            end = min(start + size, LENGTH - index)  # they end at different times
+            at[index] = end
+            is_last = end == LENGTH - index
+            if is_last:
+                del at[index]
+            message.append(
+                RequestOutput(
+                    request.request_id,
+                    index,
+                    tuple(draw(index, p) for p in range(start, end)),
+                    finish_reason=FinishReason.LENGTH if is_last else None,
+                    num_cached_tokens=len(request.resumed),
+                    num_output_tokens=end,
+                )
+            )
+        messages.append(message)
+    return messages
+
+
+def script(
+    sizes: list[int], stop_after: int | None = None, loss: Exception | None = None
+) -> Script:
+    """One call: it runs to its end, or breaks off with `loss` (None: it just ends)."""
+
+    async def messages(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        for message in run_engine(request, sizes, stop_after):
+            yield message
+        if stop_after is not None and loss is not None:
+            raise loss
+
+    return messages
+
+
+def refuse(exc: Exception) -> Script:
+    return script([1], 0, exc)
+
+
+def engine_dies(after: int) -> Script:
+    """The actor lives on and says that its engine does not."""
+
+    async def messages(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        for message in run_engine(request, [1], after):
+            yield message
+        error, reason = ErrorCode.ENGINE_DEAD, FinishReason.ERROR
+        for index in range(request.sampling.n):
+            yield [RequestOutput(request.request_id, index, (), (), reason, error, "stopped")]
+
+    return messages
+
+
+@dataclass
+class FakeHandle:
+    """A deployment handle whose calls follow the scripts, one a call; replica i takes call i."""
+
+    scripts: list[Script]
+    requests: list[Request] = field(default_factory=list)
+    avoided: list[tuple[str, ...]] = field(default_factory=list)
+    aborted: list[tuple[Any, ...]] = field(default_factory=list)
+    num_cancelled: int = 0
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=self._call)
+
+    def broadcast(self, *call: Any) -> None:
+        self.aborted.append(call)
+
+    def _call(self, request: Request, place: Place) -> Any:
+        place.taken_by.append(f"replica-{len(self.requests)}")
+        self.requests.append(request)
+        self.avoided.append(place.avoid)
+        messages = self.scripts.pop(0)(request)
+
+        def cancel() -> None:
+            self.num_cancelled += 1
+
+        class Response:
+            def __aiter__(self) -> "Response":
+                return self
+
+            async def __anext__(self) -> list[RequestOutput]:
+                return await anext(messages)
+
+        response = Response()
+        response.cancel = cancel  # type: ignore[attr-defined]
+        return response
+
+
+async def answer(
+    handle: FakeHandle, n: int = 1, patience_s: float = 10
+) -> tuple[dict[int, list[int]], RequestOutput]:
+    """The ids of each sequence, and the last output."""
+    backend = ReplicaBackend(handle, patience_s)  # type: ignore[arg-type]
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=n, seed=1))
+    outputs = [output async for output in backend.stream(request, None)]
+    ids: dict[int, list[int]] = {}
+    for output in outputs:
+        assert output.request_id == "r"
+        ids.setdefault(output.index, []).extend(output.new_token_ids)
+        if output.error_code is None:
+            assert output.num_output_tokens == len(ids[output.index])
+    assert handle.num_cancelled == len(handle.requests)
+    assert not backend._running
+    return ids, outputs[-1]
+
+
+def whole(n: int = 1) -> dict[int, list[int]]:
+    return {i: [draw(i, p) for p in range(LENGTH - i)] for i in range(n)}
+
+
+LOSSES = [
+    ActorDiedError(),
+    ActorUnavailableError("gone", b"1" * 16),
+    RuntimeError("what gRPC raises"),
+    None,
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda e: type(e).__name__)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, LENGTH),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(1, 3),
+)
+def test_no_id_is_lost_or_told_twice(
+    loss: Exception | None, cut: int, first: list[int], then: list[int], n: int
+) -> None:
+    handle = FakeHandle([script(first, cut, loss), script(then)])
+    ids, last = asyncio.run(answer(handle, n))
+    assert ids == whole(n)
+    assert last.finish_reason is FinishReason.LENGTH
+    assert not (cut and last.num_cached_tokens), "what the first replica had cached is what counts"
+
+
+async def test_the_second_replica_is_told_what_came_and_the_first_is_avoided() -> None:
+    handle = FakeHandle([script([11], 1, ActorDiedError()), script([1])])
+    ids, _ = await answer(handle, 2)
+    assert ids == whole(2)
+    first, second = handle.requests
+    assert first.resumed == () and second.resumed == (tuple(whole()[0][:11]), None)
+    assert (first.request_id, second.request_id) == ("r", "r/2")
+    assert handle.avoided == [(), ("replica-0",)]
+
+
+async def test_an_engine_that_stopped_counts_as_lost() -> None:
+    handle = FakeHandle([engine_dies(5), script([2])])
+    ids, last = await answer(handle, 2)
+    assert ids == whole(2) and last.finish_reason is FinishReason.LENGTH
+    assert handle.avoided == [(), ("replica-0",)]
+
+
+async def never_a_third() -> None:
+    for second in (script([1], 2, ActorDiedError()), engine_dies(0)):
+        handle = FakeHandle([script([1], 3, ActorDiedError()), second, script([1])])
+        _, last = await answer(handle)
+        assert last.error_code is ErrorCode.ENGINE_DEAD and "2 replicas were lost" in last.error
+        assert len(handle.requests) == 2
+
+
+async def test_never_a_third() -> None:
+    await never_a_third()
+
+
+async def test_a_third_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_out(monkeypatch, ReplicaBackend, "stream", "progress.attempt == MAX_ATTEMPTS", "False")
+    with pytest.raises(AssertionError):
+        await never_a_third()
+
+
+async def test_what_came_with_its_end_is_not_run_again() -> None:
+    """The replica dies between an answer's last message and the end of its stream."""
+    handle = FakeHandle([script([4], 3, ActorDiedError())])
+    ids, last = await answer(handle)
+    assert ids == whole() and last.finish_reason is FinishReason.LENGTH
+    assert len(handle.requests) == 1
+
+
+async def test_a_sequence_that_nobody_wants_is_not_run_again() -> None:
+    """Its stop string came; the replica died before it heard of that."""
+    handle = FakeHandle([script([1], 3, ActorDiedError()), script([1])])
+    backend = ReplicaBackend(handle)  # type: ignore[arg-type]
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=2, seed=1))
+    async for output in backend.stream(request, None):
+        if output.index == 0 and output.num_output_tokens == 2:
+            await backend.abort("r", 0)
+    assert handle.aborted == [("abort", "r", 0)]
+    assert handle.requests[1].resumed == (None, tuple(whole(2)[1][:3]))
+    await backend.abort("r", 1)  # long over
+    assert len(handle.aborted) == 1
+
+
+BUSY = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+
+async def test_full_replicas_turn_away_what_is_new_and_not_what_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.replica_backend._FULL_RETRY_S", 0.0)
+    _, last = await answer(FakeHandle([refuse(BUSY)]))
+    assert last.error_code is ErrorCode.OVERLOADED
+    lost = script([1], 3, ActorDiedError())
+    handle = FakeHandle([lost, refuse(BUSY), refuse(BUSY), script([1])])
+    ids, _ = await answer(handle)
+    assert ids == whole()
+
+
+async def test_it_does_not_wait_for_ever_for_another_replica() -> None:
+    async def nothing(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        await asyncio.Event().wait()
+        yield []
+
+    ids, last = await answer(FakeHandle([script([1], 3, ActorDiedError()), nothing]), 1, 0.01)
+    assert ids == {0: whole()[0][:3]} and last.error_code is ErrorCode.ENGINE_DEAD
+
+
+async def test_closing_cancels_the_call() -> None:
+    handle = FakeHandle([script([1])])
+    stream = ReplicaBackend(handle).stream(Request("r", (1,)), None)  # type: ignore[arg-type]
+    await anext(stream)
+    await stream.aclose()
+    assert handle.num_cancelled == 1
