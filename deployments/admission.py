@@ -4,9 +4,9 @@ Who asks is known already.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
-from uuid import uuid4
 
 from deployments.api_errors import ApiError
 from deployments.openai_schema import ChatRequest, CompletionRequest
@@ -39,6 +39,7 @@ async def chat_job(
     cache_salt: str,
     tokenizer: Tokenizer,
     default_max_tokens: int,
+    answer_id: str,
 ) -> Job:
     """The chat as one `Request`. Errors: ApiError 400."""
     max_tokens = wire.max_completion_tokens
@@ -50,7 +51,9 @@ async def chat_job(
     sampling = _sampling(wire, max_tokens, logprobs)
     size = sum(len(str(message.get("content", ""))) for message in wire.messages)
     token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, [token_ids], ChatWriter)
+    return _job(
+        wire, target, tenant, cache_salt, tokenizer, sampling, [token_ids], ChatWriter, answer_id
+    )
 
 
 async def completion_job(
@@ -60,6 +63,7 @@ async def completion_job(
     cache_salt: str,
     tokenizer: Tokenizer,
     max_prompts: int,
+    answer_id: str,
 ) -> Job:
     """Each prompt as one `Request`. Errors: ApiError 400."""
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
@@ -78,7 +82,15 @@ async def completion_job(
         for prompt in prompts
     ]
     return _job(
-        wire, target, tenant, cache_salt, tokenizer, sampling, token_lists, CompletionWriter
+        wire,
+        target,
+        tenant,
+        cache_salt,
+        tokenizer,
+        sampling,
+        token_lists,
+        CompletionWriter,
+        answer_id,
     )
 
 
@@ -91,17 +103,19 @@ def _job(
     sampling: SamplingParams,
     token_lists: list[list[int]],
     writer: type[Writer],
+    answer_id: str,
 ) -> Job:
-    answer_id = uuid4().hex
     requests = []
     for number, token_ids in enumerate(token_lists):
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
+        request_id = f"{answer_id}-{number}"
+        seed = _seed_of(request_id) if sampling.seed is None else sampling.seed
         requests.append(
             Request(
-                request_id=f"{answer_id}-{number}",
+                request_id=request_id,
                 token_ids=tuple(token_ids),
-                sampling=sampling,
+                sampling=replace(sampling, seed=seed),
                 adapter=target.adapter,
                 tenant_id=tenant.tenant_id,
                 weight=tenant.weight,
@@ -124,6 +138,12 @@ def _job(
             bool(options and options.include_usage),
         ),
     )
+
+
+def _seed_of(request_id: str) -> int:
+    """The draws of a request that names no seed: as random as its id, and the same wherever the
+    request is run again."""
+    return int.from_bytes(sha256(request_id.encode()).digest()[:8], "little", signed=True)
 
 
 def _sampling(

@@ -27,6 +27,7 @@ from deployments.config import ServiceConfig
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
+from deployments.resumption import Resumption
 from deployments.streaming import error_events, interleave
 from deployments.tenants import Target, TenantConfig, TenantDirectory
 from model_runner.request import Request, RequestOutput
@@ -59,6 +60,7 @@ class Frontend:
         self.placement = Placement()
         self.log = metrics.MetricLog()
         self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
+        self._secret = salt_key
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._label = metrics.TenantLabels(
             (t.tenant_id for t in tenants), config.max_metric_tenants
@@ -110,23 +112,29 @@ class Frontend:
             parent=target.model if target.adapter else None,
         )
 
-    async def chat(self, tenant: TenantConfig, body: bytes) -> Job:
+    def resumption(
+        self, tenant: TenantConfig, path: str, body: bytes, cursor: str | None
+    ) -> Resumption:
+        """Which answer this is: a new one, or that of the cursor. Errors: ApiError 400."""
+        return Resumption(self._secret, tenant.tenant_id, path, body, cursor)
+
+    async def chat(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = ChatRequest.parse(body)
         target = self._resolve(tenant, wire.model)
         salt = self._directory.cache_salt(tenant)
         tokenizer = self._texts[target.model].tokenizer
         default = self._settings[target.model].default_max_tokens
-        return await chat_job(wire, target, tenant, salt, tokenizer, default)
+        return await chat_job(wire, target, tenant, salt, tokenizer, default, answer_id)
 
-    async def completion(self, tenant: TenantConfig, body: bytes) -> Job:
+    async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = CompletionRequest.parse(body)
         target = self._resolve(tenant, wire.model)
         salt = self._directory.cache_salt(tenant)
         tokenizer = self._texts[target.model].tokenizer
         limit = self.config.ingress.max_prompts
-        return await completion_job(wire, target, tenant, salt, tokenizer, limit)
+        return await completion_job(wire, target, tenant, salt, tokenizer, limit, answer_id)
 
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
         target = self._directory.resolve(tenant, name)
@@ -188,16 +196,22 @@ class Frontend:
         meter.finish(CLIENT_GONE_STATUS)
 
     async def events(
-        self, job: Job, meter: Meter, outputs: Outputs, first: tuple[int, TextOutput]
+        self,
+        job: Job,
+        meter: Meter,
+        outputs: Outputs,
+        first: tuple[int, TextOutput],
+        resumption: Resumption,
     ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a job whose first output is here."""
+        """The server-sent events of a job whose first output is here, without those that the
+        client has."""
         try:
             async with aclosing(outputs):
-                if chunk := job.writer.chunk(*first):
-                    yield chunk
+                if event := resumption.event(job.writer, *first):
+                    yield event
                 async for index, output in outputs:
-                    if chunk := job.writer.chunk(index, output):
-                        yield chunk
+                    if event := resumption.event(job.writer, index, output):
+                        yield event
             meter.finish(200)
             yield job.writer.last_chunks()
         except ApiError as exc:
