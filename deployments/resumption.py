@@ -9,7 +9,7 @@ passed over, and a hash in the cursor tells whether it was the same. Not here: H
 import hmac
 import struct
 import time
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+from base64 import b64decode, urlsafe_b64encode
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from uuid import UUID, uuid4
@@ -147,7 +147,7 @@ class Resumption:
 
     def _read(self, cursor: str) -> None:
         try:
-            raw = urlsafe_b64decode(cursor[:1024].encode())
+            raw = b64decode(cursor, b"-_", validate=True)
         except ValueError:
             raw = b""
         payload, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
