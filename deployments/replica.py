@@ -99,6 +99,10 @@ class Replica:
         """The engine's latest snapshot."""
         return self._loop.stats()
 
+    async def view(self) -> ReplicaView:
+        """What it would report now."""
+        return self._view()
+
     async def check_health(self) -> None:
         """Serve replaces this replica if it raises."""
         if not self._loop.alive:
