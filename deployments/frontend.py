@@ -40,8 +40,13 @@ Outputs = AsyncGenerator[tuple[int, TextOutput], None]
 class Backend(Protocol):
     """The replicas of one base model, wherever they are."""
 
-    def stream(self, request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request. Closing the generator aborts it in the engine."""
+    def stream(
+        self, request: Request, place: Place | None, again: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Closing the generator aborts it in the engine.
+
+        again  it ran before: go on with what is known of it
+        """
         ...
 
     async def abort(self, request_id: str, index: int) -> None:
@@ -70,13 +75,15 @@ class Frontend:
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
         }
+        self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
         self._started_at = int(time.time())
 
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
-            return backend.stream(request, self.placement.place(model, adapter_id))
+            again = request.request_id in self._again
+            return backend.stream(request, self.placement.place(model, adapter_id), again)
 
         return TextEngine(tokenizer, stream, backend.abort)
 
@@ -158,20 +165,26 @@ class Frontend:
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
-    async def outputs(self, job: Job, meter: Meter) -> Outputs:
+    async def outputs(self, job: Job, meter: Meter, again: bool = False) -> Outputs:
         """The job's outputs, each with its choice's number.
 
+        again  it ran before, for a connection that broke
         Errors: ApiError for what failed in the engine.
         """
         text = self._texts[job.target.model]
         num_choices = job.requests[0].sampling.n
+        names = {request.request_id for request in job.requests if again}
+        self._again |= names
         streams = [text.stream(request, job.stop) for request in job.requests]
-        async with aclosing(interleave(streams)) as outputs:
-            async for number, output in outputs:
-                if output.error_code is not None:
-                    raise engine_error(output.error_code, output.error)
-                meter.saw(job, output)
-                yield number * num_choices + output.index, output
+        try:
+            async with aclosing(interleave(streams)) as outputs:
+                async for number, output in outputs:
+                    if output.error_code is not None:
+                        raise engine_error(output.error_code, output.error)
+                    meter.saw(job, output)
+                    yield number * num_choices + output.index, output
+        finally:
+            self._again -= names
 
     async def first(self, outputs: Outputs) -> tuple[int, TextOutput]:
         """The first output: an error that comes instead of it can still be an HTTP status."""

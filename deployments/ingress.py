@@ -148,7 +148,7 @@ async def _answer(frontend: Frontend, request: Request, prepare: _Prepare) -> Re
         if not job.stream:
             answer = await _unless_gone(request.receive, frontend.whole(job, meter))
             return Response(answer, media_type="application/json", headers=headers)
-        outputs = frontend.outputs(job, meter)
+        outputs = frontend.outputs(job, meter, resumption.has_begun)
         first = await _unless_gone(request.receive, frontend.first(outputs))
         events = frontend.events(job, meter, outputs, first, resumption)
         return EventStream(events, partial(frontend.close, meter, outputs), headers)

@@ -12,13 +12,16 @@ from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
 class Progress:
     """The ids that were delivered of each sequence, and which sequences have ended.
 
-    attempt  which run of the request this is, from 1. Each has an id of its own in the engines, so
-             that what is left of one cannot be taken for another's.
+    attempt  which run of the request this is, from 1
+    mark     of a request that was run before for another connection
+    Each run has an id of its own in the engines, so that what is left of one cannot be taken for
+    another's.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, mark: str = "") -> None:
         self.request = request
         self.attempt = 0
+        self._mark = mark
         self._ids: dict[int, tuple[int, ...]] = {
             index: (request.resumed[index] or ()) if request.resumed else ()
             for index in request.indices
@@ -33,17 +36,17 @@ class Progress:
     @property
     def name(self) -> str:
         """The present attempt's id in its engine."""
-        name = self.request.request_id
-        return name if self.attempt == 1 else f"{name}/{self.attempt}"
+        number = str(self.attempt) if self.attempt > 1 else ""
+        return "/".join(filter(None, (self.request.request_id, self._mark, number)))
 
     def next_attempt(self) -> Request:
         """What is left to do, for another engine."""
         self.attempt += 1
-        request = replace(self.request, request_id=self.name)
-        if self.attempt == 1:
-            return request
-        left = [self._ids[i] if i in self._open else None for i in range(request.sampling.n)]
-        return replace(request, resumed=tuple(left))
+        n = self.request.sampling.n
+        left = tuple(self._ids[i] if i in self._open else None for i in range(n))
+        return replace(
+            self.request, request_id=self.name, resumed=() if left == ((),) * n else left
+        )
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """Note an output of the present attempt; as the request's own, whatever attempt it is."""

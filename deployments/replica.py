@@ -21,6 +21,7 @@ from deployments.adapter_actor import adapter_store_actor
 from deployments.coalescing import coalesce
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
+from deployments.kept_answers import KeptAnswers
 from deployments.metrics import engine_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
@@ -71,6 +72,7 @@ class Replica:
         self._fetch_tasks: set[asyncio.Task[None]] = set()
         self._reported = EngineStats()
         self._seat_lost = False
+        self._kept = KeptAnswers()
 
         def make_engine() -> Engine:
             self._engine = Engine(self._config, self._s3)
@@ -87,9 +89,22 @@ class Replica:
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Run a request; closing this aborts it. `place` was for the request router."""
         stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
-        async with aclosing(coalesce(stream, self._min_gap_s)) as messages:
+        noted = self._kept.note(request, coalesce(stream, self._min_gap_s))
+        async with aclosing(noted) as messages:
             async for message in messages:
                 yield message
+
+    async def recall(
+        self, request_id: str, place: Place | None = None
+    ) -> list[RequestOutput] | None:
+        """End a request here, and say all that was told of it, for who goes on with it; None: it is
+        not known. `place` was for the request router."""
+        found = self._kept.recall(request_id)
+        if found is None:
+            return None
+        running, outputs = found
+        self._loop.abort(running)
+        return outputs
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End one sequence of a request, or all; an id that is not here is passed over."""

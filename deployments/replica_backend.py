@@ -6,6 +6,7 @@ Not here: which one (request_router.py follows the placement), and what the outp
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,6 +21,9 @@ from model_runner.request import ErrorCode, Request, RequestOutput
 
 MAX_ATTEMPTS = 2
 """A request that was running on so many replicas when they died may be what kills them."""
+
+RECALL_S = 1.0
+"""How long replicas are asked for an answer that was begun; then it is made anew."""
 
 _FULL_RETRY_S = 0.1
 _log = logging.getLogger("ray.serve")
@@ -39,19 +43,26 @@ class ReplicaBackend:
         self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True)
         self._patience_s = patience_s
+        self._recalled = handle.options(method_name="recall")
         self._running: dict[str, Progress] = {}
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     async def stream(
-        self, request: Request, place: Place | None
+        self, request: Request, place: Place | None, again: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. If its replica dies, is stopped, or loses its engine, another one goes on
         at once from the ids that came; if that one is lost too, the request fails: ENGINE_DEAD.
 
         Replicas that were lost are avoided: for a while the request routers still know them.
+        again  it ran before, for a connection that broke: from the ids of then where a replica
+               still knows them, else from its beginning
         """
-        progress = self._running[request.request_id] = Progress(request)
+        mark = secrets.token_hex(4) if again else ""
+        progress = self._running[request.request_id] = Progress(request, mark)
         lost: tuple[str, ...] = ()
         try:
+            for output in await self._recall(request, place) if again else ():
+                yield progress.take(output)
             while not progress.has_ended:
                 seat = replace(place or Place(()), avoid=lost, taken_by=[])
                 try:
@@ -69,14 +80,58 @@ class ReplicaBackend:
                         yield progress.failure(ErrorCode.ENGINE_DEAD, words)
                         return
         finally:
-            del self._running[request.request_id]
+            if self._running.get(request.request_id) is progress:
+                del self._running[request.request_id]
 
     async def abort(self, request_id: str, index: int) -> None:
         """Said to every replica of the model: the others do not know the request and do nothing."""
         progress = self._running.get(request_id)
         if progress is not None:
             progress.end(index)
-            self._handle.broadcast("abort", progress.name, index)
+            self._tell("abort", progress.name, index)
+
+    def _tell(self, *call: Any) -> None:
+        """Call every replica, and wait for none. A broadcast is sent when its results are asked
+        for."""
+        told = self._handle.broadcast(*call).results_async(return_exceptions=True)
+        task = asyncio.ensure_future(told)
+        self._tasks.add(task)
+        task.add_done_callback(self._told)
+
+    def _told(self, task: "asyncio.Future[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.warning("a call to all replicas failed: %s", task.exception())
+
+    async def _recall(self, request: Request, place: Place | None) -> list[RequestOutput]:
+        """What a replica has told of the request, which ends there; [] if none knows it."""
+        place = place or Place(())
+        seats = place.homes + place.spill
+        # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
+        asked = [
+            asyncio.ensure_future(self._ask(request.request_id, Place((seat,)))) for seat in seats
+        ]
+        try:
+            for answer in asyncio.as_completed(asked, timeout=RECALL_S):
+                outputs = await answer
+                if outputs is not None:
+                    return outputs
+        except TimeoutError:
+            _log.warning("not every replica was asked for request %s", request.request_id)
+        finally:
+            for task in asked:
+                task.cancel()
+        return []
+
+    async def _ask(self, request_id: str, place: Place) -> list[RequestOutput] | None:
+        try:
+            outputs: list[RequestOutput] | None = await self._recalled.remote(
+                request_id, place=place
+            )
+            return outputs
+        except Exception as exc:
+            _log.warning("a replica could not be asked for request %s: %s", request_id, exc)
+            return None
 
     async def _attempt(
         self, progress: Progress, place: Place

@@ -69,6 +69,13 @@ class Nodes:
         """The replica with the most work."""
         return max(self.views(), key=lambda view: view.stats.running)
 
+    def busy_ingress(self) -> str:
+        """The name of the ingress with the most requests."""
+        handles = [ray.get_actor(*found) for found in self.actors("#Ingress#")]
+        loads = ray.get([h.get_num_ongoing_requests.remote() for h in handles], timeout=30)
+        names = [name for name, _ in self.actors("#Ingress#")]
+        return max(zip(loads, names, strict=True))[1]
+
     def actors(self, part: str) -> list[tuple[str, str]]:
         """(name, namespace) of the living actors with `part` in their names."""
         every = ray.util.list_named_actors(all_namespaces=True)
@@ -86,16 +93,16 @@ class Nodes:
         """The second node dies as by a power cut."""
         self.cluster.remove_node(self.second, allow_graceful=False)
 
-    def wait_whole(self, num_ingresses: int = 2, timeout_s: float = 90) -> float:
-        """Until two replicas have seats, and the ingresses are back."""
+    def wait_whole(self, timeout_s: float = 120) -> float:
+        """Until every part runs: two replicas with seats, two ingresses, a router."""
+        wanted = {"Replica-demo": 2, "Ingress": 2, "Router": 1}
 
         def is_whole() -> bool:
-            return (
-                len({view.seat for view in self.views()}) == 2
-                and len(self.actors("#Ingress#")) >= num_ingresses
-                and len(self.actors("#Router#")) == 1
-                and httpx.get(f"{self.url}/ready", timeout=10).status_code == 200
-            )
+            found = serve.status().applications["default"].deployments
+            running = {name: found[name].replica_states.get("RUNNING", 0) for name in wanted}
+            seats = {view.seat for view in self.views()}
+            ready = httpx.get(f"{self.url}/ready", timeout=10).status_code
+            return running == wanted and len(seats) == 2 and ready == 200
 
         return wait_until(is_whole, timeout_s, "the service is whole")
 
@@ -139,6 +146,7 @@ def three_nodes() -> Iterator[Nodes]:
         "RAY_TMPDIR": str(private),
         "RAY_AUTH_TOKEN_PATH": str(token),
         "PYTHONPATH": str(DEMO.parents[2]),
+        "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # both ingresses are to have streams
     }
     before = {name: os.environ.get(name) for name in environment}
     os.environ |= environment

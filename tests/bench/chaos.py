@@ -110,7 +110,7 @@ class Campaign:
         begin = time.monotonic()
         if kind == "node":  # in the main thread
             self.nodes.second = self.nodes.add_second()
-        self.nodes.wait_whole(2, 120)
+        self.nodes.wait_whole()
         result.whole_after_s = time.monotonic() - begin
         return result
 
@@ -166,7 +166,7 @@ class Campaign:
         elif kind == "replica":
             nodes.kill(f"#Replica-demo#{nodes.busy().replica_id}")
         elif kind == "ingress":
-            nodes.kill(min(name for name, _ in nodes.actors("#Ingress#")))
+            nodes.kill(nodes.busy_ingress())
         else:
             nodes.kill({"router": "#Router#", "store": "host-tier"}[kind])
 

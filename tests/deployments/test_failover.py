@@ -1,5 +1,5 @@
 """A request whose replica is lost goes on elsewhere: no id twice, none missing, and never a third
-replica.
+replica. One whose connection broke goes on from what its replica still knows.
 
 The replicas are stood in for by the calls of a deployment handle. Not here: real ones that are
 killed (test_kills.py), and that an engine goes on from given ids (model_runner's test_resume.py).
@@ -7,7 +7,8 @@ killed (test_kills.py), and that an engine goes on from given ids (model_runner'
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
+from deployments.kept_answers import GRACE_S, MAX_CLOSED, KeptAnswers, base_id
 from deployments.placement.view import Place
 from deployments.replica_backend import ReplicaBackend
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
@@ -103,13 +105,28 @@ class FakeHandle:
     requests: list[Request] = field(default_factory=list)
     avoided: list[tuple[str, ...]] = field(default_factory=list)
     aborted: list[tuple[Any, ...]] = field(default_factory=list)
+    recalls: dict[str, Any] = field(default_factory=dict)  # by seat
     num_cancelled: int = 0
 
-    def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=self._call)
+    def options(self, method_name: str, **_: Any) -> Any:
+        return SimpleNamespace(remote=self._recall if method_name == "recall" else self._call)
 
-    def broadcast(self, *call: Any) -> None:
-        self.aborted.append(call)
+    def broadcast(self, *call: Any) -> Any:
+        """As Ray's: nothing is sent before somebody waits for it."""
+
+        async def send(return_exceptions: bool) -> list[None]:
+            self.aborted.append(call)
+            return []
+
+        return SimpleNamespace(results_async=send)
+
+    async def _recall(self, request_id: str, place: Place) -> list[RequestOutput] | None:
+        told = self.recalls.get(place.homes[0])
+        if isinstance(told, Exception):
+            raise told
+        if told == "silent":
+            await asyncio.Event().wait()
+        return told
 
     def _call(self, request: Request, place: Place) -> Any:
         place.taken_by.append(f"replica-{len(self.requests)}")
@@ -231,9 +248,11 @@ async def test_a_sequence_that_nobody_wants_is_not_run_again() -> None:
     async for output in backend.stream(request, None):
         if output.index == 0 and output.num_output_tokens == 2:
             await backend.abort("r", 0)
+    await asyncio.sleep(0)
     assert handle.aborted == [("abort", "r", 0)]
     assert handle.requests[1].resumed == (None, tuple(whole(2)[1][:3]))
     await backend.abort("r", 1)  # long over
+    await asyncio.sleep(0)
     assert len(handle.aborted) == 1
 
 
@@ -267,3 +286,99 @@ async def test_closing_cancels_the_call() -> None:
     await anext(stream)
     await stream.aclose()
     assert handle.num_cancelled == 1
+
+
+# A connection that broke
+
+
+async def told_by(request: Request, kept: KeptAnswers, num_messages: int) -> None:
+    """A replica runs the request; whoever listens leaves after some messages."""
+    messages = kept.note(request, script([2])(request))  # type: ignore[arg-type]
+    async with aclosing(messages):
+        for _ in range(num_messages):
+            await anext(messages, None)
+
+
+async def again(handle: FakeHandle, n: int = 1) -> dict[int, list[int]]:
+    """The ids that another ingress gives."""
+    backend = ReplicaBackend(handle)  # type: ignore[arg-type]
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=n, seed=1))
+    place = Place(("dead", "slow"), ("other", "mine"))
+    ids: dict[int, list[int]] = {}
+    async for output in backend.stream(request, place, again=True):
+        assert output.request_id == "r" and output.error_code is None
+        ids.setdefault(output.index, []).extend(output.new_token_ids)
+    return ids
+
+
+@pytest.mark.parametrize("num_messages", [1, 4, 20])
+async def test_it_goes_on_from_what_its_replica_knows(num_messages: int) -> None:
+    kept = KeptAnswers()
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=2, seed=1))
+    await told_by(request, kept, num_messages)
+    found = kept.recall("r")
+    assert found is not None and found[0] == "r"
+    recalls = {"dead": ActorDiedError(), "slow": "silent", "other": None, "mine": found[1]}
+    handle = FakeHandle([script([1])], recalls=recalls)
+    assert await again(handle, 2) == whole(2)
+    if num_messages == 20:  # it had ended
+        assert not handle.requests
+        return
+    (rest,) = handle.requests
+    given = tuple(tuple(ids[: 2 * num_messages]) for ids in whole(2).values())
+    assert rest.resumed == given
+    assert rest.request_id.startswith("r/") and base_id(rest.request_id) == "r"
+
+
+async def test_it_is_made_anew_where_nobody_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.replica_backend.RECALL_S", 0.01)
+    for recalls in ({}, {"slow": "silent"}):
+        handle = FakeHandle([script([3], 2, ActorDiedError()), script([1])], recalls=recalls)
+        assert await again(handle) == whole()
+        first, second = handle.requests
+        assert first.resumed == () and len(second.resumed[0] or ()) == 6
+        assert len({first.request_id, second.request_id, "r"}) == 3
+
+
+async def test_what_was_told_in_part_elsewhere_is_not_recalled() -> None:
+    kept = KeptAnswers()
+    sampling = SamplingParams(max_tokens=LENGTH, n=2, seed=1)
+    half = Request("r/2", (1,), sampling, resumed=((1, 2), None))
+    await told_by(half, kept, 1)
+    assert kept.recall("r") is None, "what came of the other sequence is not known here"
+    ids = Request("r/2", (1,), sampling, resumed=(tuple(whole(2)[0][:2]), ()))
+    await told_by(ids, kept, 1)
+    name, outputs = kept.recall("r") or ("", [])
+    assert name == "r/2"
+    assert {o.index: list(o.new_token_ids) for o in outputs} == {
+        0: whole(2)[0][:4],
+        1: whole(2)[1][:2],
+    }
+    with_logprobs = replace(ids, sampling=replace(sampling, logprobs=1))
+    await told_by(with_logprobs, kept, 1)
+    assert kept.recall("r") is None, "the log-probabilities of the first ids are not known here"
+
+
+async def test_answers_are_kept_for_a_while_and_not_all() -> None:
+    now = 0.0
+    kept = KeptAnswers(lambda: now)
+    for name in ("a", "b"):
+        await told_by(Request(name, (1,), SamplingParams(max_tokens=LENGTH)), kept, 1)
+        now += GRACE_S - 1
+    assert kept.recall("a") is None and kept.recall("b") is not None
+    now += 5
+    assert kept.recall("b") is None and not kept._closed
+    for number in range(MAX_CLOSED + 3):
+        await told_by(Request(str(number), (1,), SamplingParams(max_tokens=LENGTH)), kept, 1)
+    assert kept.recall("2") is None and kept.recall("3") is not None
+    assert len(kept._closed) == MAX_CLOSED and not kept._running
+
+
+async def test_what_ends_a_recalled_request_is_no_news_of_it() -> None:
+    kept = KeptAnswers()
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH))
+    messages = kept.note(request, script([2])(request))  # type: ignore[arg-type]
+    await anext(messages)
+    found = kept.recall("r")
+    assert [_ async for _ in messages], "the old stream hears of its abort"
+    assert found == kept.recall("r") == ("r", run_engine(request, [2], 1)[0])

@@ -94,6 +94,7 @@ def joined(events: list[Event]) -> dict[Any, Any]:
 async def test_from_every_event_the_rest_comes_once(face: Face, name: str) -> None:
     whole = events_of(await post(face, name))
     seeds = [request.sampling.seed for request in face.backend.requests]
+    assert not any(face.backend.again)
     assert all(event.id for event in whole[:-1]) and not whole[-1].id, "all but the usage"
     for number, event in enumerate(whole[:-1]):
         cut_anew(face, number)
@@ -101,6 +102,7 @@ async def test_from_every_event_the_rest_comes_once(face: Face, name: str) -> No
         rest = events_of(await post(face, name, event.id))
         assert joined(whole[: number + 1] + rest) == joined(whole)
         assert [request.sampling.seed for request in face.backend.requests] == seeds
+        assert face.backend.again[-len(seeds) :] == [True] * len(seeds)
         if number % 4 == 0 and len(rest) > 2:  # and it breaks once more
             again = events_of(await post(face, name, rest[1].id))
             assert joined(whole[: number + 1] + rest[:2] + again) == joined(whole)
