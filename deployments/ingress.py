@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
@@ -221,8 +222,10 @@ class Ingress:
         router: DeploymentHandle,
         replicas: dict[str, DeploymentHandle],
     ) -> None:
-        patience_s = config.ingress.max_waiting_s
-        backends = {name: ReplicaBackend(handle, patience_s) for name, handle in replicas.items()}
+        patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
+        backends = {
+            name: ReplicaBackend(handle, patience_s, me or "") for name, handle in replicas.items()
+        }
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
         self._sync = asyncio.create_task(self._link.run())

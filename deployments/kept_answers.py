@@ -6,7 +6,7 @@ requests whose replica died: those are run again from their beginning.
 """
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,9 @@ from model_runner.request import ErrorCode, Request, RequestOutput, TokenLogprob
 
 GRACE_S = 15.0
 """How long an answer is kept after its stream was closed, at its end or before."""
+
+ORPHAN_S = 5.0
+"""How long a request runs on whose caller is dead, for it may be asked for again."""
 
 MAX_CLOSED = 1024
 
@@ -24,12 +27,14 @@ class _Answer:
     ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     last: dict[int, RequestOutput] = field(default_factory=dict)
+    caller: str = ""
+    orphan_since_s: float | None = None
     closed_at_s: float = 0.0
-    was_recalled: bool = False
+    is_over: bool = False  # what still comes is the echo of its abort
 
     def add(self, message: list[RequestOutput]) -> None:
         for output in message:
-            if self.was_recalled or output.error_code is ErrorCode.ENGINE_DEAD:
+            if self.is_over or output.error_code is ErrorCode.ENGINE_DEAD:
                 continue
             self.ids.setdefault(output.index, []).extend(output.new_token_ids)
             self.logprobs.setdefault(output.index, []).extend(output.logprobs)
@@ -65,11 +70,14 @@ class KeptAnswers:
         self._closed: dict[str, _Answer] = {}
 
     async def note(
-        self, request: Request, messages: AsyncGenerator[list[RequestOutput], None]
+        self,
+        request: Request,
+        messages: AsyncGenerator[list[RequestOutput], None],
+        caller: str = "",
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """The messages of a request, each noted before it goes out."""
+        """The messages of a request, each noted before it goes out. `caller` is for `orphans`."""
         name = base_id(request.request_id)
-        answer = self._running[name] = _Answer(request)
+        answer = self._running[name] = _Answer(request, caller=caller)
         try:
             async with aclosing(messages):
                 async for message in messages:
@@ -90,8 +98,26 @@ class KeptAnswers:
         answer = self._running.get(request_id) or self._closed.get(request_id)
         if answer is None or not answer.is_whole:
             return None
-        answer.was_recalled = True
+        answer.is_over = True
         return answer.request.request_id, answer.outputs()
+
+    def callers(self) -> set[str]:
+        """Those of the requests that run."""
+        return {answer.caller for answer in self._running.values() if answer.caller}
+
+    def orphans(self, dead: Collection[str]) -> list[str]:
+        """The running requests that are to be aborted: their callers are dead, and nobody has
+        asked for them for a while."""
+        now, found = self._clock(), []
+        for answer in self._running.values():
+            if answer.caller not in dead:
+                continue
+            if answer.orphan_since_s is None:
+                answer.orphan_since_s = now
+            if now - answer.orphan_since_s >= ORPHAN_S:
+                answer.is_over = True
+                found.append(answer.request.request_id)
+        return found
 
     def _forget(self) -> None:
         """The oldest come first."""

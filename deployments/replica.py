@@ -6,7 +6,7 @@ No HTTP, no text.
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,13 +83,16 @@ class Replica:
         self._replica_id, self._node_id = _identity()
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
         self._reports = asyncio.create_task(self._report_for_ever())
+        self._watch = asyncio.create_task(self._watch_callers())
 
     async def generate(
         self, request: Request, place: Place | None = None
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Run a request; closing this aborts it. `place` was for the request router."""
+        """Run a request; closing this aborts it, and so does the death of the caller that `place`
+        names, after a while."""
         stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
-        noted = self._kept.note(request, coalesce(stream, self._min_gap_s))
+        caller = place.caller if place is not None else ""
+        noted = self._kept.note(request, coalesce(stream, self._min_gap_s), caller)
         async with aclosing(noted) as messages:
             async for message in messages:
                 yield message
@@ -147,6 +150,15 @@ class Replica:
                 await self._report()
             await asyncio.sleep(REPORT_PERIOD_S)
 
+    async def _watch_callers(self) -> None:
+        """Nobody closes the streams of an ingress that died: Ray runs them to their ends."""
+        while True:
+            await asyncio.sleep(REPORT_PERIOD_S)
+            callers = self._kept.callers()
+            dead = await asyncio.to_thread(_dead_among, callers) if callers else set()
+            for request_id in self._kept.orphans(dead):
+                self._loop.abort(request_id)
+
     async def _report(self) -> None:
         view = self._view()
         delta = engine_delta(self._model, self._reported, view.stats)
@@ -194,7 +206,7 @@ class Replica:
         """Serve awaits this when the replica is stopped in order, after its streams."""
         if not hasattr(self, "_seat"):
             return
-        for task in (self._reports, *self._fetch_tasks):
+        for task in (self._reports, self._watch, *self._fetch_tasks):
             task.cancel()
         with suppress(*_TROUBLE, TimeoutError):
             await asyncio.wait_for(
@@ -210,6 +222,19 @@ def _s3_options(adapters: AdapterSettings) -> "S3Options":
 
     endpoint_url, region, access_key, secret_key = adapters.s3.options()
     return S3Options(endpoint_url, region, access_key, secret_key)
+
+
+def _dead_among(callers: Collection[str]) -> set[str]:
+    """Actors of Serve that are no more; one about which nothing can be learned counts as living."""
+    dead = set()
+    for name in callers:
+        try:
+            ray.get_actor(name, namespace="serve")
+        except ValueError:
+            dead.add(name)
+        except RayError as exc:
+            _log.warning("whether %s lives is not known: %s", name, exc)
+    return dead
 
 
 async def _done(response: Any) -> None:

@@ -37,12 +37,16 @@ class ReplicaBackend:
     """A `Backend` over Ray Serve: the request router of the handle follows `place`.
 
     patience_s  how long an answer that broke off waits for a replica to take it over
+    caller      the name of this process' actor: replicas look whether it lives
     """
 
-    def __init__(self, handle: DeploymentHandle, patience_s: float = 300.0) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, patience_s: float = 300.0, caller: str = ""
+    ) -> None:
         self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True)
         self._patience_s = patience_s
+        self._caller = caller
         self._recalled = handle.options(method_name="recall")
         self._running: dict[str, Progress] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -64,7 +68,7 @@ class ReplicaBackend:
             for output in await self._recall(request, place) if again else ():
                 yield progress.take(output)
             while not progress.has_ended:
-                seat = replace(place or Place(()), avoid=lost, taken_by=[])
+                seat = replace(place or Place(()), avoid=lost, taken_by=[], caller=self._caller)
                 try:
                     async with aclosing(self._attempt(progress, seat)) as outputs:
                         async for output in outputs:

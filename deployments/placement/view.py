@@ -49,6 +49,7 @@ class Place:
     spill     in order, the same for every ingress;  adapter_id "" = the base model
     avoid     names of replicas that this request was lost on: only others take it
     taken_by  the request router of the caller's process notes here which replica took it
+    caller    the name of the caller's actor
     """
 
     homes: tuple[str, ...]
@@ -56,6 +57,7 @@ class Place:
     adapter_id: str = ""
     avoid: tuple[str, ...] = ()
     taken_by: list[str] = field(default_factory=list, compare=False)
+    caller: str = ""
 
 
 @dataclass(frozen=True)

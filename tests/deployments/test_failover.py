@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from deployments.kept_answers import GRACE_S, MAX_CLOSED, KeptAnswers, base_id
+from deployments.coalescing import join_outputs
+from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
 from deployments.replica_backend import ReplicaBackend
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
@@ -382,3 +383,25 @@ async def test_what_ends_a_recalled_request_is_no_news_of_it() -> None:
     found = kept.recall("r")
     assert [_ async for _ in messages], "the old stream hears of its abort"
     assert found == kept.recall("r") == ("r", run_engine(request, [2], 1)[0])
+
+
+async def test_requests_of_dead_callers_end_after_a_while() -> None:
+    now = 0.0
+    kept = KeptAnswers(lambda: now)
+    request = Request("r/2", (1,), SamplingParams(max_tokens=LENGTH))
+    messages = kept.note(request, script([2])(request), "ingress")  # type: ignore[arg-type]
+    await anext(messages)
+    assert kept.callers() == {"ingress"}
+    assert kept.orphans({"another"}) == kept.orphans({"ingress"}) == []
+    now += ORPHAN_S - 1
+    await anext(messages)
+    assert kept.orphans({"ingress"}) == []
+    now += 1
+    assert kept.orphans({"ingress"}) == ["r/2"]
+    assert [_ async for _ in messages], "its abort"
+    assert kept.callers() == set() and kept.orphans({"ingress"}) == []
+    assert kept.recall("r") == ("r/2", join(run_engine(request, [2], 2)))
+
+
+def join(messages: list[list[RequestOutput]]) -> list[RequestOutput]:
+    return join_outputs([output for message in messages for output in message])
