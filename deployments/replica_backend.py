@@ -8,15 +8,17 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.placement.view import Place
 from deployments.progress import Progress
+from deployments.pulse import Pulse
 from model_runner.request import ErrorCode, Request, RequestOutput
 
 MAX_ATTEMPTS = 2
@@ -49,6 +51,7 @@ class ReplicaBackend:
         self._caller = caller
         self._recalled = handle.options(method_name="recall")
         self._running: dict[str, Progress] = {}
+        self._pulse = Pulse(_is_there)
         self._tasks: set[asyncio.Future[Any]] = set()
 
     async def stream(
@@ -140,23 +143,29 @@ class ReplicaBackend:
     async def _attempt(
         self, progress: Progress, place: Place
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One run, on one replica. Errors: _Lost; BackPressureError."""
+        """One run, on one replica. Errors: _Lost; BackPressureError.
+
+        The last one that there may be is not given up for silence: Ray will tell if it is dead.
+        """
         request = progress.next_attempt()
-        messages, message = await self._begin(request, place, progress.attempt > 1)
-        try:
-            while message is not None:
-                for output in message:
-                    if output.error_code is ErrorCode.ENGINE_DEAD:
-                        raise _Lost(output.error)
-                    yield progress.take(output)
-                message = await _next(messages)
-            if not progress.has_ended:
-                raise _Lost("its stream ended before the answer did")
-        finally:
-            messages.cancel()
+        wait = _Wait()
+        watch = self._pulse.watching(place.taken_by, wait.give_up)
+        with watch if progress.attempt < MAX_ATTEMPTS else nullcontext():
+            messages, message = await self._begin(request, place, wait, progress.attempt > 1)
+            try:
+                while message is not None:
+                    for output in message:
+                        if output.error_code is ErrorCode.ENGINE_DEAD:
+                            raise _Lost(output.error)
+                        yield progress.take(output)
+                    message = await wait.next(messages)
+                if not progress.has_ended:
+                    raise _Lost("its stream ended before the answer did")
+            finally:
+                messages.cancel()
 
     async def _begin(
-        self, request: Request, place: Place, insist: bool
+        self, request: Request, place: Place, wait: "_Wait", insist: bool
     ) -> tuple[Any, list[RequestOutput] | None]:
         """The stream of messages and its first one.
 
@@ -168,7 +177,7 @@ class ReplicaBackend:
                 while True:
                     messages = self._generate.remote(request, place=place)
                     try:
-                        return messages, await _next(messages)
+                        return messages, await wait.next(messages)
                     except BaseException as exc:
                         messages.cancel()
                         if not (insist and isinstance(exc, BackPressureError)):
@@ -178,16 +187,38 @@ class ReplicaBackend:
             raise _Lost(f"no replica took the request over in {self._patience_s} s") from None
 
 
-async def _next(messages: Any) -> list[RequestOutput] | None:
-    """The next message, None after the last.
+class _Wait:
+    """For the messages of one run, until somebody gives it up."""
 
-    Errors: BackPressureError; _Lost for whatever else the call raises: actors that died or cannot
-    be reached raise one thing over Ray's own transport, and others over gRPC.
-    """
-    try:
-        message: list[RequestOutput] | None = await anext(messages, None)
-        return message
-    except BackPressureError:
-        raise
-    except Exception as exc:
-        raise _Lost(f"{type(exc).__name__}: {exc}") from exc
+    def __init__(self) -> None:
+        self._timeout: asyncio.Timeout | None = None
+
+    def give_up(self) -> None:
+        """The replica does not answer: whoever waits for it is told so."""
+        if self._timeout is not None:
+            self._timeout.reschedule(0.0)
+
+    async def next(self, messages: Any) -> list[RequestOutput] | None:
+        """The next message, None after the last.
+
+        Errors: BackPressureError; _Lost for whatever else the call raises: actors that died or
+        cannot be reached raise one thing over Ray's own transport, and others over gRPC.
+        """
+        try:
+            async with asyncio.timeout(None) as self._timeout:
+                message: list[RequestOutput] | None = await anext(messages, None)
+            return message
+        except BackPressureError:
+            raise
+        except Exception as exc:
+            silent = self._timeout is not None and self._timeout.expired()
+            words = "it does not answer" if silent else f"{type(exc).__name__}: {exc}"
+            raise _Lost(words) from exc
+        finally:
+            self._timeout = None
+
+
+async def _is_there(replica: str) -> None:
+    """Ask an actor of Serve, beside its requests. Errors: what Ray raises if it is not there."""
+    actor = await asyncio.to_thread(ray.get_actor, replica, "serve")
+    await actor.get_num_ongoing_requests.remote()

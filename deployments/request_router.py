@@ -47,7 +47,7 @@ class PlacementRequestRouter(RequestRouter):
         """Tell the caller, who is in this process, which replica took its call."""
         place = pending_request.kwargs.get("place")
         if place is not None:
-            place.taken_by.append(replica_id.unique_id)
+            place.taken_by.append(replica_id.to_full_id_str())
 
     async def choose_replicas(
         self,
@@ -65,7 +65,7 @@ class PlacementRequestRouter(RequestRouter):
         place = pending_request.kwargs.get("place")
         if place is None:
             return [replicas]
-        replicas = [r for r in replicas if r.replica_id.unique_id not in place.avoid]
+        replicas = [r for r in replicas if r.replica_id.to_full_id_str() not in place.avoid]
         by_seat = {r.replica_metadata.get("seat"): r for r in replicas}
         homes = [by_seat[seat] for seat in place.homes if seat in by_seat]
         spill = [by_seat[seat] for seat in place.spill if seat in by_seat]

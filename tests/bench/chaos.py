@@ -102,11 +102,16 @@ class Campaign:
         self._unbroken = [asyncio.run(self._alone(*job)) for job in self._jobs]
         self._turn = cycle(range(len(self._jobs)))
 
-    def run(self, kind: str, tokens: int) -> Round:
-        """One kill. Leaves the service whole."""
+    def hit(self, kind: str, tokens: int) -> Round:
+        """One kill, and what became of the streams."""
         result = Round(kind, tokens)
         numbers = [next(self._turn) for _ in range(NUM_STREAMS)]
         asyncio.run(self._round(result, numbers))
+        return result
+
+    def run(self, kind: str, tokens: int) -> Round:
+        """The same, and then the service is whole again."""
+        result = self.hit(kind, tokens)
         begin = time.monotonic()
         if kind == "node":  # in the main thread
             self.nodes.second = self.nodes.add_second()

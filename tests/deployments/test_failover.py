@@ -281,6 +281,58 @@ async def test_it_does_not_wait_for_ever_for_another_replica() -> None:
     assert ids == {0: whole()[0][:3]} and last.error_code is ErrorCode.ENGINE_DEAD
 
 
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of replicas that do not answer."""
+    silent: set[str] = set()
+
+    async def is_there(replica: str) -> None:
+        if replica == "replica-0" and replica in silent:
+            await asyncio.Event().wait()
+        if replica in silent:
+            raise ActorDiedError()
+
+    monkeypatch.setattr("deployments.replica_backend._is_there", is_there)
+    monkeypatch.setattr("deployments.pulse.PERIOD_S", 0.005)
+    return silent
+
+
+def falls_silent(after: int, now: asyncio.Event) -> Script:
+    """A replica whose node is cut off for a time: nothing comes, not even an error."""
+
+    async def messages(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        for number, message in enumerate(run_engine(request, [1])):
+            if number == after:
+                await now.wait()
+            yield message
+
+    return messages
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+async def test_a_silent_replica_is_lost_like_a_dead_one(after: int, silence: set[str]) -> None:
+    silence.add("replica-0")
+    handle = FakeHandle([falls_silent(after, asyncio.Event()), script([2])])
+    ids, last = await answer(handle)
+    assert ids == whole() and last.finish_reason is FinishReason.LENGTH
+    assert handle.avoided == [(), ("replica-0",)]
+
+
+async def test_one_that_takes_its_time_and_the_last_one_are_not_given_up(silence: set[str]) -> None:
+    """They answer, or there is no third: however long they are silent in between."""
+    goes_on = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.2, goes_on.set)
+    handle = FakeHandle([falls_silent(3, goes_on)])
+    await answer(handle)
+    assert len(handle.requests) == 1
+    silence |= {"replica-0", "replica-1"}
+    goes_on = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.2, goes_on.set)
+    handle = FakeHandle([falls_silent(3, asyncio.Event()), falls_silent(0, goes_on)])
+    ids, _ = await answer(handle)
+    assert ids == whole()
+
+
 async def test_closing_cancels_the_call() -> None:
     handle = FakeHandle([script([1])])
     stream = ReplicaBackend(handle).stream(Request("r", (1,)), None)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from tests.deployments.conftest import Face
 
 def replica(seat: str, resident: tuple[str, ...] = (), free_slots: int = 0) -> Any:
     stats = {"resident": resident, "free_slots": free_slots}
-    replica_id = SimpleNamespace(unique_id=f"replica-{seat}")
+    replica_id = SimpleNamespace(to_full_id_str=lambda: f"replica-{seat}")
     metadata = {"seat": seat}
     return SimpleNamespace(replica_id=replica_id, replica_metadata=metadata, routing_stats=stats)
 
