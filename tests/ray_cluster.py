@@ -147,6 +147,10 @@ def three_nodes() -> Iterator[Nodes]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "PYTHONPATH": str(DEMO.parents[2]),
         "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # both ingresses are to have streams
+        # A node whose raylet refuses connections is dead after two seconds, not after fifteen.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "5000",
+        "RAY_health_check_failure_threshold": "2",
     }
     before = {name: os.environ.get(name) for name in environment}
     os.environ |= environment

@@ -39,8 +39,9 @@ def read_events(lines: Iterable[str]) -> Iterator[Event]:
 class ReconnectingStream:
     """The chunks of one stream, over as many connections as it takes.
 
-    A connection that breaks, ends before `[DONE]`, or is refused with a 5xx status is taken up
-    again; errors, and whatever comes after `patience_s`, are raised.
+    A connection that breaks, ends before `[DONE]`, is refused with a 5xx status, or is silent for
+    `silence_s` (twice as long each time that nothing came) is taken up again; errors, and whatever
+    comes after `patience_s`, are raised.
     gaps_s  between two chunks;  num_connections  so far
     """
 
@@ -49,6 +50,7 @@ class ReconnectingStream:
     body: dict[str, Any]
     headers: dict[str, str]
     patience_s: float = 30.0
+    silence_s: float = 2.0
     gaps_s: list[float] = field(default_factory=list)
     num_connections: int = 0
     last_id: str = ""
@@ -56,9 +58,11 @@ class ReconnectingStream:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Errors: httpx.HTTPStatusError; RuntimeError with the event that was an error."""
         broken_at = seen_at = time.monotonic()
+        silence_s = self.silence_s
         while True:
             try:
-                async for event in self._connection():
+                async for event in self._connection(silence_s):
+                    silence_s = self.silence_s
                     now = time.monotonic()
                     self.gaps_s.append(now - seen_at)
                     broken_at = seen_at = now
@@ -78,17 +82,18 @@ class ReconnectingStream:
             else:
                 if self._is_over(broken_at):
                     raise RuntimeError("the stream ended before [DONE]")
+            silence_s *= 2
             await asyncio.sleep(0.05)
 
     def _is_over(self, since: float) -> bool:
         return time.monotonic() - since > self.patience_s
 
-    async def _connection(self) -> AsyncIterator[Event]:
+    async def _connection(self, silence_s: float) -> AsyncIterator[Event]:
         self.num_connections += 1
         headers = self.headers | ({"Last-Event-ID": self.last_id} if self.last_id else {})
         block: list[str] = []
         async with self.client.stream(
-            "POST", self.url, json=self.body, headers=headers
+            "POST", self.url, json=self.body, headers=headers, timeout=silence_s
         ) as response:
             if response.status_code != 200:
                 await response.aread()
