@@ -25,7 +25,9 @@ MAX_ATTEMPTS = 2
 """A request that was running on so many replicas when they died may be what kills them."""
 
 RECALL_S = 1.0
-"""How long replicas are asked for an answer that was begun; then it is made anew."""
+MAX_ASKED = 16
+"""So long, and so many of them, replicas are asked for an answer that was begun; then it is made
+anew. When an ingress dies, all of its clients come at once."""
 
 _FULL_RETRY_S = 0.1
 _log = logging.getLogger("ray.serve")
@@ -113,7 +115,7 @@ class ReplicaBackend:
     async def _recall(self, request: Request, place: Place | None) -> list[RequestOutput]:
         """What a replica has told of the request, which ends there; [] if none knows it."""
         place = place or Place(())
-        seats = place.homes + place.spill
+        seats = (place.homes + place.spill)[:MAX_ASKED]
         # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
         asked = [
             asyncio.ensure_future(self._ask(request.request_id, Place((seat,)))) for seat in seats

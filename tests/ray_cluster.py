@@ -10,6 +10,7 @@ Not for judging what the kills did.
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -69,6 +70,10 @@ class Nodes:
         """The replica with the most work."""
         return max(self.views(), key=lambda view: view.stats.running)
 
+    def busy_replica(self) -> str:
+        """The name of its actor."""
+        return f"SERVE_REPLICA::default#Replica-demo#{self.busy().replica_id}"
+
     def busy_ingress(self) -> str:
         """The name of the ingress with the most requests."""
         handles = [ray.get_actor(*found) for found in self.actors("#Ingress#")]
@@ -88,6 +93,13 @@ class Nodes:
         for name, namespace in victims:
             ray.kill(ray.get_actor(name, namespace=namespace))
         return [name for name, _ in victims]
+
+    def stop(self, name: str) -> int:
+        """Have one of Serve's actors stand still: it neither answers nor dies. Its pid."""
+        actor_id = ray.get_actor(name, namespace="serve")._actor_id.hex()
+        pid: int = ray._private.state.actors(actor_id)["Pid"]
+        os.kill(pid, signal.SIGSTOP)
+        return pid
 
     def kill_second(self) -> None:
         """The second node dies as by a power cut."""

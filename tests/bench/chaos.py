@@ -1,16 +1,18 @@
 """Kill parts of the service under streams, and hold what clients got against the unbroken answers.
 
-    python -m tests.bench.chaos [--kills 200] [--seed 0] [--kinds replica,ingress,router,store,node]
+    python -m tests.bench.chaos [--kills 200] [--seed 0] [--kinds replica,silent,...]
 
 Three Ray nodes on this machine (tests/ray_cluster.py). A round: some streams begin, one of them
 gets k tokens, a part is killed, all streams come to their ends; then the service becomes whole
-again. Prints a line for each round and percentiles of the longest gap in each stream. The exit
-code is 1 if an answer differs or a client saw an error.
+again. `silent` is a replica that stands still. Prints a line for each round, and percentiles of the
+longest gap in each stream. The exit code is 1 if an answer differs or a client saw an error.
 """
 
 import argparse
 import asyncio
+import os
 import random
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -25,7 +27,7 @@ import tests.conftest  # noqa: F401  # the environment for Ray, before it starts
 from tests.ray_cluster import STYLES, Nodes, three_nodes
 from tests.sse_client import ReconnectingStream
 
-KINDS = ("replica", "ingress", "router", "store", "node")
+KINDS = ("replica", "silent", "ingress", "router", "store", "node")
 TOKENS = (0, 1, 50)  # how many of them a client has when the part is killed
 NUM_STREAMS = 4
 LENGTH = 110
@@ -101,12 +103,17 @@ class Campaign:
         self._jobs = jobs()
         self._unbroken = [asyncio.run(self._alone(*job)) for job in self._jobs]
         self._turn = cycle(range(len(self._jobs)))
+        self._stopped: list[int] = []
 
     def hit(self, kind: str, tokens: int) -> Round:
         """One kill, and what became of the streams."""
         result = Round(kind, tokens)
         numbers = [next(self._turn) for _ in range(NUM_STREAMS)]
-        asyncio.run(self._round(result, numbers))
+        try:
+            asyncio.run(self._round(result, numbers))
+        finally:
+            while self._stopped:
+                os.kill(self._stopped.pop(), signal.SIGKILL)
         return result
 
     def run(self, kind: str, tokens: int) -> Round:
@@ -169,7 +176,9 @@ class Campaign:
         if kind == "node":
             nodes.kill_second()
         elif kind == "replica":
-            nodes.kill(f"#Replica-demo#{nodes.busy().replica_id}")
+            nodes.kill(nodes.busy_replica())
+        elif kind == "silent":
+            self._stopped.append(nodes.stop(nodes.busy_replica()))
         elif kind == "ingress":
             nodes.kill(nodes.busy_ingress())
         else:

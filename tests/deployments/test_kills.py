@@ -63,7 +63,7 @@ def test_a_request_that_lost_two_replicas_is_no_third_ones(nodes: Nodes) -> None
     def kill_its_replica() -> bool:
         view = nodes.busy()
         if view.stats.running:
-            nodes.kill(f"#Replica-demo#{view.replica_id}")
+            nodes.kill(nodes.busy_replica())
         return bool(view.stats.running)
 
     async def lose_two() -> None:
