@@ -10,6 +10,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 PERIOD_S = 0.5
+SHUNNED_S = 10.0
+"""How long a replica that was silent gets no new requests from here."""
+
 SILENT_TURNS = 4
 """So often in a row a replica may leave the question unanswered. Turns are counted and not seconds:
 while this process itself stands still, nobody is blamed."""
@@ -26,7 +29,13 @@ class Pulse:
         self._watchers: dict[int, tuple[Sequence[str], Callable[[], None]]] = {}
         self._unanswered: Counter[str] = Counter()
         self._questions: dict[str, asyncio.Task[None]] = {}
+        self._shunned_until: dict[str, float] = {}
         self._turns: asyncio.Task[None] | None = None
+
+    def shunned(self) -> tuple[str, ...]:
+        """Those that were silent a short while ago."""
+        now = asyncio.get_running_loop().time()
+        return tuple(name for name, until in self._shunned_until.items() if now < until)
 
     @contextmanager
     def watching(self, taken_by: Sequence[str], lose: Callable[[], None]) -> Iterator[None]:
@@ -56,6 +65,11 @@ class Pulse:
                     self._questions[name] = asyncio.create_task(self._question(name))
             for taken_by, lose in list(self._watchers.values()):
                 if taken_by and self._unanswered[taken_by[-1]] > SILENT_TURNS:
+                    until = asyncio.get_running_loop().time() + SHUNNED_S
+                    self._shunned_until = {
+                        name: self._shunned_until.get(name, until)
+                        for name in {*self.shunned(), taken_by[-1]}
+                    }
                     lose()
         self._unanswered.clear()
 

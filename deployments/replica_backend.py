@@ -73,7 +73,8 @@ class ReplicaBackend:
             for output in await self._recall(request, place) if again else ():
                 yield progress.take(output)
             while not progress.has_ended:
-                seat = replace(place or Place(()), avoid=lost, taken_by=[], caller=self._caller)
+                avoid = lost + self._pulse.shunned()
+                seat = replace(place or Place(()), avoid=avoid, taken_by=[], caller=self._caller)
                 try:
                     async with aclosing(self._attempt(progress, seat)) as outputs:
                         async for output in outputs:

@@ -21,6 +21,7 @@ from ray.serve.exceptions import BackPressureError
 from deployments.coalescing import join_outputs
 from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
+from deployments.pulse import SHUNNED_S
 from deployments.replica_backend import ReplicaBackend
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
 from tests.guards import take_out
@@ -315,7 +316,21 @@ async def test_a_silent_replica_is_lost_like_a_dead_one(after: int, silence: set
     handle = FakeHandle([falls_silent(after, asyncio.Event()), script([2])])
     ids, last = await answer(handle)
     assert ids == whole() and last.finish_reason is FinishReason.LENGTH
-    assert handle.avoided == [(), ("replica-0",)]
+    assert handle.avoided[0] == () and set(handle.avoided[1]) == {"replica-0"}
+
+
+async def test_what_was_silent_gets_nothing_new_for_a_while(silence: set[str]) -> None:
+    silence.add("replica-0")
+    handle = FakeHandle([falls_silent(1, asyncio.Event()), *[script([LENGTH])] * 3])
+    backend = ReplicaBackend(handle)  # type: ignore[arg-type]
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, seed=1))
+    for _ in range(2):
+        assert [output async for output in backend.stream(request, None)]
+    assert handle.avoided[2] == ("replica-0",)
+    until = backend._pulse._shunned_until["replica-0"]
+    assert 0 < until - asyncio.get_running_loop().time() < SHUNNED_S
+    backend._pulse._shunned_until["replica-0"] = asyncio.get_running_loop().time()
+    assert backend._pulse.shunned() == ()
 
 
 async def test_one_that_takes_its_time_and_the_last_one_are_not_given_up(silence: set[str]) -> None:
