@@ -8,12 +8,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.placement.view import Place
@@ -60,7 +60,7 @@ class ReplicaBackend:
         self, request: Request, place: Place | None, again: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. If its replica dies, is stopped, or loses its engine, another one goes on
-        at once from the ids that came; if that one is lost too, the request fails: ENGINE_DEAD.
+        at once from the ids that came; if that one is lost too, the request fails: REPLICAS_LOST.
 
         Replicas that were lost are avoided: for a while the request routers still know them.
         again  it ran before, for a connection that broke: from the ids of then where a replica
@@ -82,12 +82,16 @@ class ReplicaBackend:
                 except BackPressureError as exc:
                     yield progress.failure(ErrorCode.OVERLOADED, exc.message)
                     return
+                except DeploymentUnavailableError:
+                    words = "no replica of this base model could be started"
+                    yield progress.failure(ErrorCode.ENGINE_DEAD, words)
+                    return
                 except _Lost as loss:
                     lost += tuple(seat.taken_by[-1:])
                     _log.warning("request %s lost its replica %s: %s", progress.name, lost, loss)
                     if progress.attempt == MAX_ATTEMPTS and not progress.has_ended:
                         words = f"{MAX_ATTEMPTS} replicas were lost while they served this request"
-                        yield progress.failure(ErrorCode.ENGINE_DEAD, words)
+                        yield progress.failure(ErrorCode.REPLICAS_LOST, words)
                         return
         finally:
             if self._running.get(request.request_id) is progress:
@@ -146,7 +150,7 @@ class ReplicaBackend:
     async def _attempt(
         self, progress: Progress, place: Place
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One run, on one replica. Errors: _Lost; BackPressureError.
+        """One run, on one replica. Errors: _Lost; BackPressureError; DeploymentUnavailableError.
 
         The last one that there may be is not given up for silence: Ray will tell if it is dead.
         """
@@ -165,7 +169,7 @@ class ReplicaBackend:
                 if not progress.has_ended:
                     raise _Lost("its stream ended before the answer did")
             finally:
-                messages.cancel()
+                _cancel(messages)
 
     async def _begin(
         self, request: Request, place: Place, wait: "_Wait", insist: bool
@@ -182,7 +186,7 @@ class ReplicaBackend:
                     try:
                         return messages, await wait.next(messages)
                     except BaseException as exc:
-                        messages.cancel()
+                        _cancel(messages)
                         if not (insist and isinstance(exc, BackPressureError)):
                             raise
                     await asyncio.sleep(_FULL_RETRY_S)
@@ -204,14 +208,15 @@ class _Wait:
     async def next(self, messages: Any) -> list[RequestOutput] | None:
         """The next message, None after the last.
 
-        Errors: BackPressureError; _Lost for whatever else the call raises: actors that died or
-        cannot be reached raise one thing over Ray's own transport, and others over gRPC.
+        Errors: BackPressureError; DeploymentUnavailableError; _Lost for whatever else the call
+        raises: actors that died or cannot be reached raise one thing over Ray's own transport, and
+        others over gRPC.
         """
         try:
             async with asyncio.timeout(None) as self._timeout:
                 message: list[RequestOutput] | None = await anext(messages, None)
             return message
-        except BackPressureError:
+        except (BackPressureError, DeploymentUnavailableError):
             raise
         except Exception as exc:
             silent = self._timeout is not None and self._timeout.expired()
@@ -219,6 +224,11 @@ class _Wait:
             raise _Lost(words) from exc
         finally:
             self._timeout = None
+
+
+def _cancel(messages: Any) -> None:
+    with suppress(Exception):  # it says again what it failed of
+        messages.cancel()
 
 
 async def _is_there(replica: str) -> None:

@@ -29,6 +29,7 @@ class ErrorCode(StrEnum):
     NOT_FINITE = "not_finite"
     OVERLOADED = "overloaded"
     ENGINE_DEAD = "engine_dead"
+    REPLICAS_LOST = "replicas_lost"
 
 
 @dataclass(frozen=True)

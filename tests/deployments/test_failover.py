@@ -220,7 +220,7 @@ async def never_a_third() -> None:
     for second in (script([1], 2, ActorDiedError()), engine_dies(0)):
         handle = FakeHandle([script([1], 3, ActorDiedError()), second, script([1])])
         _, last = await answer(handle)
-        assert last.error_code is ErrorCode.ENGINE_DEAD and "2 replicas were lost" in last.error
+        assert last.error_code is ErrorCode.REPLICAS_LOST and "2 replicas were lost" in last.error
         assert len(handle.requests) == 2
 
 
@@ -279,7 +279,7 @@ async def test_it_does_not_wait_for_ever_for_another_replica() -> None:
         yield []
 
     ids, last = await answer(FakeHandle([script([1], 3, ActorDiedError()), nothing]), 1, 0.01)
-    assert ids == {0: whole()[0][:3]} and last.error_code is ErrorCode.ENGINE_DEAD
+    assert ids == {0: whole()[0][:3]} and last.error_code is ErrorCode.REPLICAS_LOST
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_a_request_that_lost_two_replicas_is_no_third_ones(nodes: Nodes) -> None
     with pytest.raises(RuntimeError) as caught:
         asyncio.run(lose_two())
     error: dict[str, Any] = json.loads(str(caught.value))["error"]
-    assert error["code"] == "engine_dead" and "2 replicas were lost" in error["message"]
+    assert error["code"] == "replicas_lost" and "2 replicas were lost" in error["message"]
     nodes.wait_whole()
     assert num_running(nodes) == 0
 

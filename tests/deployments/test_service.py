@@ -149,6 +149,13 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
             "allowed_uris": ["s3://open", "s3://closed"],
         }
     )
+    tenants.append(
+        {
+            "tenant_id": "both",
+            "api_keys": ["key-of-both"],
+            "adapters": {"demo:tone": "pirate", "small:tone": "formal"},
+        }
+    )
     return {
         "models": [
             model | {"name": "demo", "num_replicas": 2, "engine": engine | {"max_loras": 4}},
@@ -399,6 +406,16 @@ def test_adapters_live_at_home(service: Service) -> None:
     loaded = [{ref.adapter_id for ref in stats.resident} for stats in service.stats()]
     assert set.union(*loaded) == {f"{style}/{style}" for style in STYLES}
     assert not set.intersection(*loaded)
+
+
+def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
+    client, line = service.client("both"), QUESTIONS[2]
+    parents = {card.id: getattr(card, "parent", None) for card in client.models.list()}
+    assert parents == {"demo": None, "small": None, "demo:tone": "demo", "small:tone": "small"}
+    for name, style in (("demo:tone", "pirate"), ("small:tone", "formal")):
+        assert ask(client, name, line["question"]).choices[0].message.content == line[style]
+    with pytest.raises(openai.BadRequestError, match="`demo:tone`, `small:tone`"):
+        ask(client, "tone", line["question"])
 
 
 def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(service: Service) -> None:
