@@ -189,7 +189,7 @@ class ServiceConfig(_Section):
     adapters: AdapterSettings = AdapterSettings()
     tenants: tuple[TenantSettings, ...] = ()
     base_model_access: bool = True
-    placement_policy: str = "hash_ring"
+    placement_policy: str = "bin_pack"
     cache_secret_env: str = ""
     max_metric_tenants: Annotated[int, Field(ge=0)] = 200
     ingress: IngressSettings = IngressSettings()

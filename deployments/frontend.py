@@ -27,6 +27,7 @@ from deployments.config import ServiceConfig
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
+from deployments.spill import stream_near_home
 from deployments.streaming import error_events, interleave
 from deployments.tenants import Target, TenantConfig, TenantDirectory
 from model_runner.request import Request, RequestOutput
@@ -74,7 +75,7 @@ class Frontend:
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
-            return backend.stream(request, self.placement.place(model, adapter_id))
+            return stream_near_home(backend.stream, request, self.placement.place(adapter_id))
 
         return TextEngine(tokenizer, stream, backend.abort)
 

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -83,9 +84,15 @@ class Replica:
         self._reports = asyncio.create_task(self._report_for_ever())
 
     async def generate(
-        self, request: Request, place: Place | None = None
+        self, request: Request, place: Place | None = None, spilled: bool = False
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Run a request; closing this aborts it. `place` was for the request router."""
+        """Run a request; closing this aborts it.
+
+        place    was for the request router
+        spilled  it came here from a full home: nobody loses an adapter slot for it
+        """
+        if spilled:
+            request = replace(request, may_evict=False)
         stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
         async with aclosing(coalesce(stream, self._min_gap_s)) as messages:
             async for message in messages:
@@ -131,6 +138,8 @@ class Replica:
     async def _report(self) -> None:
         view = self._view()
         delta = engine_delta(self._model, self._reported, view.stats)
+        # Every tenant ever served is in there, and the router makes nothing of it.
+        view = replace(view, stats=replace(view.stats, by_tenant={}))
         orders: SeatOrders = await self._router.report.remote(view, delta)
         self._reported = view.stats
         self._seat_lost = not orders.seated

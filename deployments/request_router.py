@@ -1,42 +1,72 @@
-"""Follows the placement in every ingress: a request goes to its home seat, later to a spill seat,
-never by chance.
+"""Follows the placement in every ingress: a request goes to a home seat, late ones to one spill
+seat, never by chance.
 
 Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
-shared with anybody.
-Ray's own loop hands a chosen replica to the oldest waiting request, which would undo the placement
-(and a fan-out
-inside one HTTP request would hang), so `_choose_replica_for_request` is overridden, as Ray's
-CapacityQueueRouter does.
+shared with anybody. Ray's own loop hands a chosen replica to the oldest waiting request, which
+would undo the placement (and a fan-out inside one HTTP request would hang), so
+`_choose_replica_for_request` is overridden, as Ray's CapacityQueueRouter does.
+
+Ingresses' maps may differ, and yet no more than one seat beyond the homes takes an adapter in: the
+spill seat is the first in the adapter's rendezvous order that is no home. Of two maps, each one's
+spill seat is either a home in the other, or the other's spill seat too.
 """
 
 import time
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.placement.hash_ring import first_seat
+from deployments.placement.view import Place
 
 
 class PlacementRequestRouter(RequestRouter):
     """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it
-    became ready.
+    became ready. A call that spills over is told so: `spilled=True`.
 
-    spill_after_s  how long a request waits for a full home before its spill seats may take it
+    spill_after_s  how long a request waits for full homes before its spill seat may take it
     """
 
     def initialize_state(self, spill_after_s: float = 0.25, **_: Any) -> None:
         self._spill_after_s = spill_after_s
+        self._by_seat: dict[str, RunningReplica] = {}
+        self._turn = 0
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's news: replicas that came, went, or have new routing stats."""
+        self._by_seat = {
+            seat: replica for replica in replicas if (seat := replica.replica_metadata.get("seat"))
+        }
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Serve's news of a replica that a call found dead."""
+        self._by_seat = {
+            seat: replica
+            for seat, replica in self._by_seat.items()
+            if replica.replica_id != replica_id
+        }
+        super().on_replica_actor_died(replica_id)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         attempt = 0
+        place = pending_request.kwargs.get("place")
+        pending_request.kwargs.pop("spilled", None)  # of a try that the replica rejected
         while True:
             while not self._replicas:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
-            late = time.time() - pending_request.created_at >= self._spill_after_s
-            for candidates in self._ranks(pending_request, late):
-                chosen = await self._select_from_candidate_replicas(candidates, attempt)
+            homes = self._homes(place)
+            chosen = await self._select_from_candidate_replicas(homes, attempt)
+            if chosen is not None:
+                return chosen
+            if time.time() - pending_request.created_at >= self._spill_after_s:
+                spill = self._spill(place, homes)
+                chosen = await self._select_from_candidate_replicas(spill, attempt)
                 if chosen is not None:
+                    pending_request.kwargs["spilled"] = True
                     return chosen
             await self._backoff(attempt)
             attempt += 1
@@ -49,26 +79,34 @@ class PlacementRequestRouter(RequestRouter):
         """Serve's ordinary hook: calls without a request of ours in hand."""
         if pending_request is None:
             return [candidate_replicas]
-        return self._ranks(pending_request, late=True)
+        return [self._homes(pending_request.kwargs.get("place"))]
 
-    def _ranks(self, pending_request: PendingRequest, late: bool) -> list[list[RunningReplica]]:
-        """Replicas to try, rank by rank; inside a rank the least loaded takes it."""
-        replicas = list(self._replicas.values())
-        place = pending_request.kwargs.get("place")
-        if place is None:
-            return [replicas]
-        by_seat = {r.replica_metadata.get("seat"): r for r in replicas}
-        homes = [by_seat[seat] for seat in place.homes if seat in by_seat]
-        spill = [by_seat[seat] for seat in place.spill if seat in by_seat]
-        if not homes:  # dead, or the map is old: the next in order at once
-            return [[replica] for replica in spill] + [replicas]
-        ranks = [homes]
-        if late:
-            ranks += [[r] for r in spill if _takes(r, place.adapter_id)]
-        return ranks
+    def _homes(self, place: Place | None) -> list[RunningReplica]:
+        """Replicas of which the least loaded takes it; where loads are equal, each in its turn."""
+        if place is None or not place.adapter_id or not self._by_seat:
+            homes = list(self._replicas.values())
+        else:
+            homes = [self._by_seat[seat] for seat in place.homes if seat in self._by_seat]
+            if not homes:  # dead, or the map is old: where the router would place it
+                homes = [self._by_seat[first_seat(place.adapter_id, self._by_seat)]]
+        if len(homes) > 1:
+            self._turn = (self._turn + 1) % len(homes)
+            homes = homes[self._turn :] + homes[: self._turn]
+        return homes
 
-
-def _takes(replica: RunningReplica, adapter_id: str) -> bool:
-    """Whether a replica can serve the adapter without evicting another one."""
-    stats = replica.routing_stats
-    return adapter_id in stats.get("resident", ()) or stats.get("free_slots", 0) > 0
+    def _spill(self, place: Place | None, homes: list[RunningReplica]) -> list[RunningReplica]:
+        """The spill seat's replica, if it seems to take the adapter without evicting another."""
+        if place is None or not place.adapter_id or not place.may_spill:
+            return []
+        at_home = {replica.replica_id for replica in homes}
+        others = {
+            seat: replica
+            for seat, replica in self._by_seat.items()
+            if replica.replica_id not in at_home
+        }
+        if not others:
+            return []
+        replica = others[first_seat(place.adapter_id, others)]
+        stats = replica.routing_stats
+        takes = place.adapter_id in stats.get("resident", ()) or stats.get("free_slots", 0) > 0
+        return [replica] if takes else []

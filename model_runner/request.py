@@ -28,6 +28,7 @@ class ErrorCode(StrEnum):
     ADAPTER_TOO_LARGE = "adapter_too_large"
     NOT_FINITE = "not_finite"
     OVERLOADED = "overloaded"
+    NO_ROOM = "no_room"
     ENGINE_DEAD = "engine_dead"
 
 
@@ -103,6 +104,8 @@ class Request:
     request_id  unique in the engine;  adapter None = the base model;  weight = the tenant's share
                 when tenants compete;
     cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
+    may_evict   False: its adapter takes a slot only if none has to leave for it; where that cannot
+                be, the request is refused (NO_ROOM) instead of waiting.
     """
 
     request_id: str
@@ -112,6 +115,7 @@ class Request:
     tenant_id: str = ""
     weight: float = 1.0
     cache_salt: str = ""
+    may_evict: bool = True
 
 
 @dataclass(frozen=True)
