@@ -11,7 +11,10 @@ spill seat is the first in the adapter's rendezvous order that is no home. Of tw
 spill seat is either a home in the other, or the other's spill seat too.
 """
 
+import asyncio
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -30,7 +33,10 @@ class PlacementRequestRouter(RequestRouter):
     def initialize_state(self, spill_after_s: float = 0.25, **_: Any) -> None:
         self._spill_after_s = spill_after_s
         self._by_seat: dict[str, RunningReplica] = {}
-        self._turn = 0
+        self._rotation = 0
+        # Of each adapter's waiting requests only the first asks its full homes again and again: a
+        # flood costs no more calls than one request, nor does it keep other adapters' out.
+        self._lines: dict[str, deque[asyncio.Event]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's news: replicas that came, went, or have new routing stats."""
@@ -51,25 +57,51 @@ class PlacementRequestRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        attempt = 0
         place = pending_request.kwargs.get("place")
         pending_request.kwargs.pop("spilled", None)  # of a try that the replica rejected
+        name = place.adapter_id if place is not None else ""
+        line, turn = self._lines.setdefault(name, deque()), asyncio.Event()
+        if is_retry:
+            line.appendleft(turn)
+        else:
+            line.append(turn)
+        line[0].set()
+        try:
+            return await self._choose_in_turn(pending_request, place, turn)
+        finally:
+            line.remove(turn)
+            if line:
+                line[0].set()
+            else:
+                self._lines.pop(name, None)
+
+    async def _choose_in_turn(
+        self, pending_request: PendingRequest, place: Place | None, turn: asyncio.Event
+    ) -> RunningReplica:
+        attempt = 0
         while True:
             while not self._replicas:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
             homes = self._homes(place)
-            chosen = await self._select_from_candidate_replicas(homes, attempt)
-            if chosen is not None:
-                return chosen
-            if time.time() - pending_request.created_at >= self._spill_after_s:
+            if turn.is_set():
+                chosen = await self._select_from_candidate_replicas(homes, attempt)
+                if chosen is not None:
+                    return chosen
+            early_s = pending_request.created_at + self._spill_after_s - time.time()
+            if early_s <= 0:
                 spill = self._spill(place, homes)
                 chosen = await self._select_from_candidate_replicas(spill, attempt)
                 if chosen is not None:
                     pending_request.kwargs["spilled"] = True
                     return chosen
-            await self._backoff(attempt)
-            attempt += 1
+            if turn.is_set():
+                await self._backoff(attempt)
+                attempt += 1
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(early_s if early_s > 0 else self.max_backoff_s):
+                        await turn.wait()
 
     async def choose_replicas(
         self,
@@ -90,8 +122,8 @@ class PlacementRequestRouter(RequestRouter):
             if not homes:  # dead, or the map is old: where the router would place it
                 homes = [self._by_seat[first_seat(place.adapter_id, self._by_seat)]]
         if len(homes) > 1:
-            self._turn = (self._turn + 1) % len(homes)
-            homes = homes[self._turn :] + homes[: self._turn]
+            self._rotation = (self._rotation + 1) % len(homes)
+            homes = homes[self._rotation :] + homes[: self._rotation]
         return homes
 
     def _spill(self, place: Place | None, homes: list[RunningReplica]) -> list[RunningReplica]:

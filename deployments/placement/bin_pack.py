@@ -18,6 +18,7 @@ adapter's divided by its homes; `mean`: the load a seat would have if all had th
 
 New and lost adapters go to a seat where they are resident, else to the first seat in their
 rendezvous order that carries less than 1.25 x mean with them: where ingresses send them meanwhile.
+So does a hot adapter's next home, which is where it spills to.
 
 Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads" (2018), for the
 first place; the moves are local search as in list scheduling (Graham 1969), which gives the bound.
@@ -159,7 +160,7 @@ class _Packing:
                 self._settle(name, [seat for seat in homes if seat in kept])
                 self._why[name] = "cooled", f"it draws {rate}: {count} will do"
             while len(homes) < count and self._moves_left:
-                part = load.tokens_per_s / (len(homes) + 1)
+                part = load.tokens_per_s / count
                 homes = [*homes, self._find_seat(load, part, homes).name]
                 self._settle(name, homes)
                 self._why[name] = "hot", f"it draws {rate}"
@@ -222,16 +223,18 @@ class _Packing:
         return min(len(self._seats), ceil(means))
 
     def _find_seat(self, load: TenantLoad, part: float, taken: Iterable[str]) -> _Seat:
-        """A seat for one more home: near if it may, else the emptiest."""
+        """A seat for one more home: the first by name of those that may take it, else of the
+        emptiest."""
         name = load.adapter.adapter_id
         free = [seat for seat in self._seats.values() if seat.name not in taken]
         roomy = [seat for seat in free if self._has_room(seat, load)]
         limit = self._mean + self._slack
-        near = {seat.name: seat for seat in roomy if seat.load + part <= limit}
-        here = [seat.name for seat in near.values() if name in seat.resident]
-        if near:
-            return near[first_seat(name, here or near)]
-        return min(roomy or free, key=lambda seat: (seat.load, seat.name))
+        near = [seat for seat in roomy if seat.load + part <= limit]
+        if not near:
+            most = min(seat.load for seat in roomy or free) + self._gain
+            near = [seat for seat in roomy or free if seat.load <= most]
+        here = [seat.name for seat in near if name in seat.resident]
+        return self._seats[first_seat(name, here or [seat.name for seat in near])]
 
     def _find_room(self, crowded: _Seat, load: TenantLoad) -> _Seat | None:
         name, limit = load.adapter.adapter_id, self._mean + self._slack
