@@ -144,7 +144,8 @@ class Router:
         self._maps.append(placement)
         if placement.version > self._adopted_version:
             self._adopted_version = placement.version
-            self._placement = replace(placement, version=self._placement.version)
+            version = max(self._placement.version, placement.version + 1)
+            self._placement = replace(placement, version=version)
 
     async def metrics(self) -> bytes:
         """All series in Prometheus' text form."""
