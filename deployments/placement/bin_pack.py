@@ -7,8 +7,8 @@ adapter's divided by its homes; `mean`: the load a seat would have if all had th
   reason: without that one it carries at most 1.1 x mean. (Where the mean is low, both bounds are
   mean + 20 tokens/s: less than that is worth no move.)
 - Hot: an adapter that draws more than a seat's mean (and more than 200 tokens/s) has as many homes
-  as means it draws, rounded up; with a dead band (10 %, and down to 100 tokens/s), so that homes do
-  not come and go.
+  as means it draws, rounded up. One more from 10 % above, one less from 40 % below (or below 100
+  tokens/s), so that homes do not come and go.
 - Room: a seat has no more adapters in traffic than slots and bytes, while another has room. An
   adapter without traffic needs none.
 - Peace: an adapter moves only from a seat above 1.25 x mean, or to one below 0.75, or from one
@@ -37,7 +37,8 @@ MIN_GAIN = 0.1
 MIN_TOKENS_PER_S = 20.0
 SPLIT_TOKENS_PER_S = 200.0
 MOVES_PER_ROUND = 8
-_DEAD_BAND = 0.1
+_GROW_ABOVE = 1.1
+_SHRINK_BELOW = 0.6
 
 
 def place(
@@ -216,9 +217,9 @@ class _Packing:
         if load.tokens_per_s <= floor:
             return 1
         means = load.tokens_per_s / self._mean
-        if current and (current - 1) * (1 - _DEAD_BAND) <= means <= current * (1 + _DEAD_BAND):
+        if current and (current - 1) * _SHRINK_BELOW <= means <= current * _GROW_ABOVE:
             return current
-        if not current and means <= 1 + _DEAD_BAND:
+        if not current and means <= _GROW_ABOVE:
             return 1
         return min(len(self._seats), ceil(means))
 

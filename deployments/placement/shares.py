@@ -5,9 +5,9 @@ Not here: what is made of it (bin_pack.py).
 
 from collections.abc import Mapping
 
-HALF_LIFE_S = 30.0
+HALF_LIFE_S = 60.0
 _IDLE_TOKENS_PER_S = 0.05
-"""Below this an adapter counts as unused: one request of 1000 tokens is remembered 4 minutes."""
+"""Below this an adapter counts as unused: one request of 1000 tokens is remembered 8 minutes."""
 
 
 class Shares:
