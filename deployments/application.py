@@ -7,11 +7,13 @@ run`.
 
 import os
 import secrets
+import warnings
 from hashlib import sha256
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application, Deployment
 
 from deployments.config import (
@@ -28,6 +30,7 @@ from deployments.request_router import PlacementRequestRouter
 from deployments.router import Router
 
 ROUTING_STATS_PERIOD_S = 1.0
+_LOAD_PERIOD_S = 1.0
 _QUIET = {"enable_access_log": False}
 
 
@@ -104,7 +107,7 @@ def _router(config: ServiceConfig) -> Application:
 def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -> Application:
     replica: Deployment = serve.deployment(Replica).options(
         name=f"Replica-{model.name.replace('/', '-')}",
-        num_replicas=model.num_replicas,
+        **_number_of_replicas(model),
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         max_ongoing_requests=model.max_ongoing_requests,
         max_queued_requests=model.max_queued_requests,
@@ -121,6 +124,29 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
     )
     gap_s = config.ingress.min_chunk_gap_ms / 1000
     return replica.bind(model, config.adapters, _host_cache_dir(config), gap_s, router)
+
+
+def _number_of_replicas(model: ModelSettings) -> dict[str, Any]:
+    if not model.scales:
+        return {"num_replicas": model.num_replicas}
+    with warnings.catch_warnings():
+        # Deprecated for variables that Ray's own processes read when they start, with 10 s if they
+        # are not there: a queue is full by then.
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        scaling = AutoscalingConfig(
+            min_replicas=model.min_replicas or model.num_replicas,
+            initial_replicas=model.num_replicas,
+            max_replicas=model.max_replicas or model.num_replicas,
+            metrics_interval_s=_LOAD_PERIOD_S,
+            look_back_period_s=3 * _LOAD_PERIOD_S,
+            upscale_delay_s=model.scale_up_after_s,
+            downscale_delay_s=model.scale_down_after_s,
+            policy=AutoscalingPolicy(
+                policy_function="deployments.autoscaling:ReplicaCount",
+                policy_kwargs={"sequences": model.engine_config().max_num_seqs},
+            ),
+        )
+    return {"autoscaling_config": scaling}
 
 
 def _host_cache_dir(config: ServiceConfig) -> str:

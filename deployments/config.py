@@ -42,13 +42,22 @@ class _Section(BaseModel):
 
 
 class ModelSettings(_Section):
-    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`."""
+    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`.
+
+    min_replicas, max_replicas  0 = always num_replicas; else that many to begin with, then as many
+                                as the load wants (autoscaling.py), one more after scale_up_after_s
+                                of too much of it, one less after scale_down_after_s of too little
+    """
 
     name: str = Field(pattern=_NAME)
     path: str
     load_format: str = "safetensors"
     engine: dict[str, Any] = {}
     num_replicas: Annotated[int, Field(ge=1)] = 1
+    min_replicas: Annotated[int, Field(ge=0)] = 0
+    max_replicas: Annotated[int, Field(ge=0)] = 0
+    scale_up_after_s: Annotated[float, Field(ge=0)] = 3
+    scale_down_after_s: Annotated[float, Field(ge=0)] = 300
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     num_gpus: Annotated[float, Field(ge=0)] = 0
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
@@ -64,6 +73,21 @@ class ModelSettings(_Section):
         if unknown:
             raise ValueError(f"unknown engine setting {unknown[0]!r}")
         return value
+
+    @model_validator(mode="after")
+    def _replicas_are_in_order(self) -> Self:
+        bounds = self.min_replicas or self.num_replicas, self.max_replicas or self.num_replicas
+        if not bounds[0] <= self.num_replicas <= bounds[1]:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}) is not within min_replicas "
+                f"({self.min_replicas}) and max_replicas ({self.max_replicas})"
+            )
+        return self
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return bool(self.min_replicas or self.max_replicas)
 
     @model_validator(mode="after")
     def _engine_is_valid(self) -> Self:

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
+from deployments.autoscaling import Demand
 from deployments.coalescing import coalesce
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
@@ -124,6 +125,10 @@ class Replica:
             "resident": [ref.adapter_id for ref in view.resident],
             "free_slots": view.free_slots,
         }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy needs to know of now."""
+        return Demand.of(self._loop.stats()).metrics()
 
     def _view(self) -> ReplicaView:
         stats = self._loop.stats()
