@@ -22,6 +22,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from deployments.placement.hash_ring import first_seat
 from deployments.placement.view import Place
 
+_COMPARED = 8
+"""Of many homes, as the base model has, the least loaded of so many is good enough."""
+
 
 class PlacementRequestRouter(RequestRouter):
     """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it
@@ -33,6 +36,7 @@ class PlacementRequestRouter(RequestRouter):
     def initialize_state(self, spill_after_s: float = 0.25, **_: Any) -> None:
         self._spill_after_s = spill_after_s
         self._by_seat: dict[str, RunningReplica] = {}
+        self._first_seats: dict[str, str] = {}  # what was worked out for these seats
         self._rotation = 0
         # Of each adapter's waiting requests only the first asks its full homes again and again: a
         # flood costs no more calls than one request, nor does it keep other adapters' out.
@@ -40,9 +44,12 @@ class PlacementRequestRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's news: replicas that came, went, or have new routing stats."""
+        seats = self._by_seat.keys()
         self._by_seat = {
             seat: replica for replica in replicas if (seat := replica.replica_metadata.get("seat"))
         }
+        if seats != self._by_seat.keys():
+            self._first_seats.clear()
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -52,6 +59,7 @@ class PlacementRequestRouter(RequestRouter):
             for seat, replica in self._by_seat.items()
             if replica.replica_id != replica_id
         }
+        self._first_seats.clear()
         super().on_replica_actor_died(replica_id)
 
     async def _choose_replica_for_request(
@@ -85,7 +93,10 @@ class PlacementRequestRouter(RequestRouter):
                 await self._replicas_updated_event.wait()
             homes = self._homes(place)
             if turn.is_set():
-                chosen = await self._select_from_candidate_replicas(homes, attempt)
+                few = homes[:_COMPARED]
+                chosen = await self._select_from_candidate_replicas(few, attempt)
+                if chosen is None and len(few) < len(homes):
+                    chosen = await self._select_from_candidate_replicas(homes, attempt)
                 if chosen is not None:
                     return chosen
             early_s = pending_request.created_at + self._spill_after_s - time.time()
@@ -120,11 +131,17 @@ class PlacementRequestRouter(RequestRouter):
         else:
             homes = [self._by_seat[seat] for seat in place.homes if seat in self._by_seat]
             if not homes:  # dead, or the map is old: where the router would place it
-                homes = [self._by_seat[first_seat(place.adapter_id, self._by_seat)]]
+                homes = [self._by_seat[self._first_seat(place.adapter_id)]]
         if len(homes) > 1:
             self._rotation = (self._rotation + 1) % len(homes)
             homes = homes[self._rotation :] + homes[: self._rotation]
         return homes
+
+    def _first_seat(self, adapter_id: str) -> str:
+        seat = self._first_seats.get(adapter_id)
+        if seat is None:
+            seat = self._first_seats[adapter_id] = first_seat(adapter_id, self._by_seat)
+        return seat
 
     def _spill(self, place: Place | None, homes: list[RunningReplica]) -> list[RunningReplica]:
         """The spill seat's replica, if it seems to take the adapter without evicting another."""
