@@ -16,11 +16,16 @@ Stream = Callable[[Request, Place], AsyncGenerator[RequestOutput, None]]
 async def stream_near_home(
     stream: Stream, request: Request, place: Place
 ) -> AsyncGenerator[RequestOutput, None]:
-    """`stream(request, place)`; where a spill seat refuses it, again, and no spill this time."""
+    """`stream(request, place)`; where a spill seat refuses it, again, and no spill this time.
+
+    It is refused before its first token or never.
+    """
+    has_begun = not place.may_spill
     async with aclosing(stream(request, place)) as outputs:
         async for output in outputs:
-            if output.error_code is ErrorCode.NO_ROOM and place.may_spill:
+            if output.error_code is ErrorCode.NO_ROOM and not has_begun:
                 break
+            has_begun = True
             yield output
         else:
             return

@@ -193,6 +193,9 @@ async def test_a_refused_spill_waits_for_its_home() -> None:
     outputs = [o async for o in stream_near_home(near, Request("r", (1,)), home)]
     assert [(o.index, o.error_code) for o in outputs] == [(0, None), (1, None)]
     assert places == [home, Place(("a",), "t/x", may_spill=False)]
+    codes = [ErrorCode.NO_ROOM]
+    outputs = [o async for o in stream_near_home(near, Request("r", (1,)), places.pop())]
+    assert len(places) == 2 and outputs[0].error_code is ErrorCode.NO_ROOM, "it was no spill"
     codes = [ErrorCode.NOT_FINITE]
     outputs = [o async for o in stream_near_home(near, Request("r", (1,)), home)]
     assert len(places) == 3 and outputs[0].error_code is ErrorCode.NOT_FINITE
