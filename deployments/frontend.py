@@ -18,12 +18,14 @@ from deployments.admission import Job, chat_job, completion_job
 from deployments.api_errors import (
     CLIENT_GONE_STATUS,
     ApiError,
+    ambiguous_model,
     engine_error,
     model_not_found,
     overloaded,
     unauthorized,
 )
 from deployments.config import ServiceConfig
+from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
@@ -65,6 +67,7 @@ class Frontend:
             (t.tenant_id for t in tenants), config.max_metric_tenants
         )
         self._settings = {model.name: model for model in config.models}
+        self._defaults = {model.name: model.sampling_defaults() for model in config.models}
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
@@ -80,14 +83,18 @@ class Frontend:
         return TextEngine(tokenizer, stream, backend.abort)
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
-        """Who asks. A trusted header, where there is one, beats the key. Errors: ApiError 401."""
+        """Who asks. A trusted header, where there is one, beats the key.
+
+        Where no tenant has a key, none is looked at: clients send some word or other then.
+        Errors: ApiError 401.
+        """
         settings = self.config.ingress
         tenant: TenantConfig | None = None
         named = settings.trusted_tenant_header and headers.get(settings.trusted_tenant_header)
         authorization = headers.get("authorization", "")
         if named:
             tenant = self._directory.tenant(named)
-        elif authorization:
+        elif authorization and self._directory.has_keys:
             scheme, _, key = authorization.partition(" ")
             if scheme.lower() == "bearer":
                 tenant = self._directory.tenant_of_key(key.strip())
@@ -107,7 +114,7 @@ class Frontend:
         return ModelCard(
             id=name,
             created=self._started_at,
-            owned_by=tenant.tenant_id if target.adapter else "base",
+            owned_by=(target.owner or tenant).tenant_id if target.adapter else "base",
             parent=target.model if target.adapter else None,
         )
 
@@ -115,7 +122,9 @@ class Frontend:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = ChatRequest.parse(body)
         target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         default = self._settings[target.model].default_max_tokens
         return await chat_job(wire, target, tenant, salt, tokenizer, default)
@@ -124,7 +133,9 @@ class Frontend:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = CompletionRequest.parse(body)
         target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         limit = self.config.ingress.max_prompts
         return await completion_job(wire, target, tenant, salt, tokenizer, limit)
@@ -132,6 +143,8 @@ class Frontend:
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
         target = self._directory.resolve(tenant, name)
         if target is None:
+            if full_names := self._directory.full_names(tenant, name):
+                raise ambiguous_model(name, full_names)
             raise model_not_found(name)
         return target
 
@@ -147,7 +160,8 @@ class Frontend:
         return Meter(
             self.log,
             self.traffic,
-            self._label(tenant.tenant_id),
+            self._label,
+            tenant.tenant_id,
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
@@ -181,6 +195,9 @@ class Frontend:
             async for index, output in outputs:
                 job.writer.collect(index, output)
         meter.finish(200)
+        if job.requests[0].sampling.prompt_logprobs is not None:
+            # One entry for each token of a prompt: seconds that other streams would wait.
+            return await asyncio.to_thread(job.writer.whole)
         return job.writer.whole()
 
     async def close(self, meter: Meter, outputs: Outputs) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployments.config import AdapterEntry, ServiceConfig, load_config
+from deployments.config import ServiceConfig, load_config
 from deployments.metrics import OUTPUT_TOKENS, MetricDelta, MetricLog
 from deployments.placement.shares import HALF_LIFE_S
 from deployments.placement.view import MapUpdate, MapWanted, Placement, ReplicaView
 from deployments.router import LEARN_S, LEASE_S, ROUND_S, Router
+from deployments.tenant_settings import AdapterEntry
 from model_runner.stats import EngineStats
 
 
