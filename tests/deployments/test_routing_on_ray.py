@@ -189,7 +189,7 @@ async def test_replicas_follow_the_load_and_streams_outlive_their_stop(url: str)
         texts = ["".join(texts) for texts in await asyncio.gather(*flood)]
         assert texts[:14] == [alone] * 14
         # What the new one has to do while the number falls again: one stream after the other.
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while len(actors("Replica-elastic")) > 1:
                 found = await asyncio.gather(*(stream(http, "pirate-elastic", 100) for _ in "ab"))
                 assert all(alone.startswith("".join(texts)) for texts in found)
