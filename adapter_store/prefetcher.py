@@ -132,6 +132,11 @@ class Prefetcher:
             return None
         return entry.digest
 
+    def digest_of(self, ref: AdapterRef) -> str | None:
+        """The content that a ref was bound to last. Starts nothing."""
+        entry = self._entries.get(ref)
+        return entry.digest if entry else None
+
     def reload(self, ref: AdapterRef) -> None:
         """Bring a content that left the host tier back into it."""
         entry = self._entry(ref)

@@ -41,6 +41,9 @@ class _Section(BaseModel):
 class ModelSettings(_Section):
     """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`.
 
+    min_replicas, max_replicas  0 = always num_replicas; else that many to begin with, then as many
+                                as the load wants (autoscaling.py), one more after scale_up_after_s
+                                of too much of it, one less after scale_down_after_s of too little
     generation_defaults  what a request leaves open is sampled as the model's generation_config.json
                          says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
     engine_process  the engine in a child process of its replica, not in one of its threads
@@ -52,6 +55,10 @@ class ModelSettings(_Section):
     engine: dict[str, Any] = {}
     engine_process: bool = False
     num_replicas: Annotated[int, Field(ge=1)] = 1
+    min_replicas: Annotated[int, Field(ge=0)] = 0
+    max_replicas: Annotated[int, Field(ge=0)] = 0
+    scale_up_after_s: Annotated[float, Field(ge=0)] = 3
+    scale_down_after_s: Annotated[float, Field(ge=0)] = 300
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     num_gpus: Annotated[float, Field(ge=0)] = 0
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
@@ -69,6 +76,21 @@ class ModelSettings(_Section):
             raise ValueError(f"unknown engine setting {unknown[0]!r}")
         typed = _ENGINE.validate_python({"model": ""} | value)
         return {key: getattr(typed, key) for key in value}
+
+    @model_validator(mode="after")
+    def _replicas_are_in_order(self) -> Self:
+        bounds = self.min_replicas or self.num_replicas, self.max_replicas or self.num_replicas
+        if not bounds[0] <= self.num_replicas <= bounds[1]:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}) is not within min_replicas "
+                f"({self.min_replicas}) and max_replicas ({self.max_replicas})"
+            )
+        return self
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return bool(self.min_replicas or self.max_replicas)
 
     @model_validator(mode="after")
     def _engine_is_valid(self) -> Self:
@@ -161,7 +183,7 @@ class ServiceConfig(_Section):
     adapters: AdapterSettings = AdapterSettings()
     tenants: tuple[TenantSettings, ...] = ()
     base_model_access: bool = True
-    placement_policy: str = "hash_ring"
+    placement_policy: str = "bin_pack"
     cache_secret_env: str = ""
     max_metric_tenants: Annotated[int, Field(ge=0)] = 200
     ingress: IngressSettings = IngressSettings()

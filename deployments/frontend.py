@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
 from deployments.resumption import Resumption
+from deployments.spill import stream_near_home
 from deployments.streaming import error_events, interleave
 from deployments.tenants import Target, TenantConfig, TenantDirectory
 from model_runner.request import Request, RequestOutput
@@ -85,8 +87,12 @@ class Frontend:
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
+            place = self.placement.place(adapter_id)
             again = request.request_id in self._again
-            return backend.stream(request, self.placement.place(model, adapter_id), again)
+            if again:
+                place = replace(place, seats=self.placement.seats.get(model, ()))
+            run = partial(backend.stream, again=again)
+            return stream_near_home(run, request, place)
 
         return TextEngine(tokenizer, stream, backend.abort)
 

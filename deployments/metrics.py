@@ -8,7 +8,7 @@ with it.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -96,6 +96,10 @@ ADAPTER_EVICTIONS = _counter(
 )
 ADAPTER_LOAD_S = _counter("moe_adapter_load_seconds_total", "Time that loads took.", "model")
 
+PLACEMENT_MOVES = _counter(
+    "moe_placement_moves_total", "Adapters whose homes were changed, by why.", "model", "kind"
+)
+
 RUNNING = _gauge("moe_running_sequences", "Sequences in the batch.", *_SEAT)
 WAITING = _gauge("moe_waiting_sequences", "Sequences that wait for pages or their turn.", *_SEAT)
 WAITING_ADAPTER = _gauge(
@@ -111,6 +115,9 @@ STEP_AGE = _gauge(
     "moe_engine_step_age_seconds", "Since the last step ended while work waited.", *_SEAT
 )
 REPLICAS = _gauge("moe_replicas", "Replicas that hold a seat.", "model")
+SEAT_TRAFFIC = _gauge(
+    "moe_seat_traffic_tokens_per_second", "Drawn by the adapters that are placed there.", *_SEAT
+)
 PLACEMENT_VERSION = _gauge("moe_placement_version", "Version of the placement map.")
 
 SERIES: dict[str, Series] = {
@@ -216,12 +223,22 @@ class MetricRegistry(Collector):
         self.totals = MetricLog()
         self._views: tuple[ReplicaView, ...] = ()
         self._placement_version = 0
+        self._seat_traffic: dict[tuple[str, str], float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def set_now(self, views: Iterable[ReplicaView], placement_version: int) -> None:
-        """The replicas that live; a seat that is gone leaves no gauge behind."""
+    def set_now(
+        self,
+        views: Iterable[ReplicaView],
+        placement_version: int,
+        seat_traffic: Mapping[tuple[str, str], float] | None = None,
+    ) -> None:
+        """The replicas that live, and the traffic placed on (model, seat).
+
+        A seat that is gone leaves no gauge behind.
+        """
         self._views = tuple(views)
+        self._seat_traffic = {**(seat_traffic or {})}
         self._placement_version = placement_version
 
     def render(self) -> bytes:
@@ -269,6 +286,7 @@ class MetricRegistry(Collector):
         ]
         models = [view.model for view in self._views]
         gauges[REPLICAS] = [((model,), float(models.count(model))) for model in sorted(set(models))]
+        gauges[SEAT_TRAFFIC] = [(labels, rate) for labels, rate in self._seat_traffic.items()]
         gauges[PLACEMENT_VERSION] = [((), float(self._placement_version))]
         return gauges
 

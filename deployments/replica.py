@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
+from deployments.autoscaling import Demand
 from deployments.catalog import Answer, Report
 from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.config import AdapterSettings, ModelSettings
@@ -107,10 +109,15 @@ class Replica:
         return partial(Engine, self._config, self._s3)
 
     async def generate(
-        self, request: Request, place: Place | None = None
+        self, request: Request, place: Place | None = None, spilled: bool = False
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Run a request; closing this aborts it, and so does the death of the caller that `place`
-        names, after a while."""
+        names, after a while.
+
+        spilled  it came here from a full home: nobody loses an adapter slot for it
+        """
+        if spilled:
+            request = replace(request, may_evict=False)
         caller = place.caller if place is not None else ""
         noted = self._kept.note(request, self._loop.messages(request, self._min_gap_s), caller)
         async with aclosing(noted) as messages:
@@ -160,6 +167,10 @@ class Replica:
             "free_slots": view.free_slots,
         }
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy needs to know of now."""
+        return Demand.of(self._loop.stats()).metrics()
+
     def _view(self) -> ReplicaView:
         stats = self._loop.stats()
         return ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
@@ -182,6 +193,8 @@ class Replica:
     async def _report(self) -> None:
         view = self._view()
         delta = engine_delta(self._model, self._reported, view.stats)
+        # Every tenant ever served is in there, and the router makes nothing of it.
+        view = replace(view, stats=replace(view.stats, by_tenant={}))
         orders: SeatOrders = await self._router.report.remote(view, delta)
         self._reported = view.stats
         self._seat_lost = not orders.seated

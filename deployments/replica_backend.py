@@ -76,7 +76,14 @@ class ReplicaBackend:
                 yield progress.take(output)
             while not progress.has_ended:
                 avoid = lost + self._pulse.shunned()
-                seat = replace(place or Place(()), avoid=avoid, taken_by=[], caller=self._caller)
+                seat = replace(
+                    place or Place(),
+                    avoid=avoid,
+                    taken_by=[],
+                    caller=self._caller,
+                    # What has begun somewhere must not be refused for want of room elsewhere.
+                    may_spill=(place is None or place.may_spill) and not lost,
+                )
                 try:
                     async with aclosing(self._attempt(progress, seat)) as outputs:
                         async for output in outputs:
@@ -121,11 +128,12 @@ class ReplicaBackend:
 
     async def _recall(self, request: Request, place: Place | None) -> list[RequestOutput]:
         """What a replica has told of the request, which ends there; [] if none knows it."""
-        place = place or Place(())
-        seats = (place.homes + place.spill)[:MAX_ASKED]
+        place = place or Place()
+        seats = tuple(dict.fromkeys(place.homes + place.seats))[:MAX_ASKED]
         # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
         asked = [
-            asyncio.ensure_future(self._ask(request.request_id, Place((seat,)))) for seat in seats
+            asyncio.ensure_future(self._ask(request.request_id, Place((seat,), seat)))
+            for seat in seats
         ]
         try:
             for answer in asyncio.as_completed(asked, timeout=RECALL_S):

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api_errors import ApiError
 from deployments.frontend import Frontend
-from deployments.placement.view import Placement
+from deployments.placement.view import MapUpdate, MapWanted
 
 SYNC_PERIOD_S = 1.0
 _METRICS_MAX_AGE_S = 1.0
@@ -30,6 +30,7 @@ class RouterLink:
     def __init__(self, frontend: Frontend, router: DeploymentHandle) -> None:
         self._frontend = frontend
         self._router = router
+        self._counted_since_s = time.monotonic()
         self._rendered = b""
         self._rendered_at_s = float("-inf")
         self._rendering: asyncio.Task[None] | None = None
@@ -43,19 +44,29 @@ class RouterLink:
             await asyncio.sleep(SYNC_PERIOD_S)
 
     async def sync(self) -> None:
-        """Send what was counted, take the map. What could not be sent goes with the next one."""
+        """Send what was counted, take what is new of the map.
+
+        What could not be sent goes with the next one.
+        """
         frontend = self._frontend
         delta, tokens = frontend.log.drain(), dict(frontend.traffic)
         frontend.traffic.clear()
+        since_s, self._counted_since_s = self._counted_since_s, time.monotonic()
+        over_s = self._counted_since_s - since_s
+        placement = frontend.placement
         try:
-            version = frontend.placement.version
-            placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
+            news: MapUpdate | MapWanted | None = await self._router.sync.remote(
+                placement.version, tokens, delta, over_s
+            )
         except _TROUBLE:
             frontend.log.merge(delta)
             frontend.traffic.update(tokens)
+            self._counted_since_s = since_s
             raise
-        if placement is not None:
-            frontend.placement = placement
+        if isinstance(news, MapWanted):
+            await self._router.adopt.remote(placement)
+        elif news is not None and (news.since is None or news.since == frontend.placement.version):
+            frontend.placement = frontend.placement.apply(news)
 
     async def metrics(self) -> bytes:
         """Errors: ApiError 503 while the router does not answer."""

@@ -30,6 +30,7 @@ class ErrorCode(StrEnum):
     ADAPTER_TOO_LARGE = "adapter_too_large"
     NOT_FINITE = "not_finite"
     OVERLOADED = "overloaded"
+    NO_ROOM = "no_room"
     ENGINE_DEAD = "engine_dead"
     REPLICAS_LOST = "replicas_lost"
 
@@ -154,6 +155,8 @@ class Request:
     resumed     () = a new request; else one entry for each of its n sequences, of an answer that
                 broke off: the ids that were delivered of it, or None where it had ended. What comes
                 out are the ids after those, as if it had never broken off (with the same seed).
+    may_evict   False: its adapter takes a slot only if none has to leave for it; where that cannot
+                be, the request is refused (NO_ROOM) instead of waiting.
     Errors: ValueError if `resumed` has not n entries, or none that is to run.
     """
 
@@ -166,6 +169,7 @@ class Request:
     cache_salt: str = ""
     adapter_digest: str = ""
     resumed: tuple[tuple[int, ...] | None, ...] = ()
+    may_evict: bool = True
 
     def __post_init__(self) -> None:
         if self.resumed and (len(self.resumed) != self.sampling.n or not self.indices):

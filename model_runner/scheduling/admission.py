@@ -143,7 +143,9 @@ class Admission:
             return False
         lease = None
         if ref is not None:
-            lease = None if self._waiters.is_draining(ref) else self._gate.acquire(ref)
+            if not self._waiters.is_draining(ref):
+                may_evict = seq.request.may_evict or seq.has_entered
+                lease = self._gate.acquire(ref, may_evict=may_evict)
             if lease is None:
                 self._queue.discard(seq)
                 seq.status = SequenceStatus.WAITING_ADAPTER

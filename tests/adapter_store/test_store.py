@@ -307,6 +307,26 @@ def test_in_use_is_never_evicted(bench: Bench) -> None:
     assert_slot_holds(arena_of(store), other.index, weights_of(refs[1]))
 
 
+def test_who_may_not_evict_takes_what_is_free(bench: Bench) -> None:
+    store = bench.store(num_slots=2)
+    first, second, third = (bench.ref(f"r{i}", seed=i) for i in range(3))
+    assert store.has_room(first)
+    use(store, first)
+    store.prefetch(second)
+    lease = drive(store, lambda: store.acquire(second, may_evict=False))
+    store.release(lease)
+    assert store.has_room(first) and store.has_room(second) and not store.has_room(third)
+    assert store.stats().loads["remote"] == 2, "asking for room has fetched something"
+    store.prefetch(third)
+    drive(store, lambda: store.digest_of(third))
+    for _ in range(20):
+        store.poll()
+        assert store.acquire(third, may_evict=False) is None and not store.has_room(third)
+        time.sleep(0.002)
+    assert store.stats().evictions == 0
+    assert drive(store, lambda: store.acquire(third)) and store.stats().evictions == 1
+
+
 def test_an_evicted_adapter_is_gone_from_the_tables_while_the_next_one_loads(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

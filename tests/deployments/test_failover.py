@@ -373,7 +373,7 @@ async def again(handle: FakeHandle, n: int = 1) -> dict[int, list[int]]:
     """The ids that another ingress gives."""
     backend = ReplicaBackend(handle)  # type: ignore[arg-type]
     request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=n, seed=1))
-    place = Place(("dead", "slow"), ("other", "mine"))
+    place = Place(("dead", "slow"), seats=("other", "mine", "slow"))
     ids: dict[int, list[int]] = {}
     async for output in backend.stream(request, place, again=True):
         assert output.request_id == "r" and output.error_code is None

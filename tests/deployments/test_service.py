@@ -445,10 +445,12 @@ def test_metrics_are_one_story(service: Service) -> None:
 
 
 def test_adapters_live_at_home(service: Service) -> None:
-    """Placement is followed: no adapter was loaded by both replicas, for nothing had to spill."""
+    """Placement is followed: no adapter was loaded by both replicas, but for those that were moved
+    or got a second home. Nothing had to spill."""
     loaded = [{ref.adapter_id for ref in stats.resident} for stats in service.stats()]
     assert set.union(*loaded) == {f"{style}/{style}" for style in STYLES}
-    assert not set.intersection(*loaded)
+    moves = service.metrics()("moe_placement_moves_total", model="demo")
+    assert len(set.intersection(*loaded)) <= moves
 
 
 def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
