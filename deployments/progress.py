@@ -28,6 +28,7 @@ class Progress:
         }
         self._open = set(self._ids)
         self._num_cached: dict[int, int] = {}
+        self._adapter_digest = request.adapter_digest
 
     @property
     def has_ended(self) -> bool:
@@ -45,7 +46,10 @@ class Progress:
         n = self.request.sampling.n
         left = tuple(self._ids[i] if i in self._open else None for i in range(n))
         return replace(
-            self.request, request_id=self.name, resumed=() if left == ((),) * n else left
+            self.request,
+            request_id=self.name,
+            adapter_digest=self._adapter_digest,  # it keeps the content that it began with
+            resumed=() if left == ((),) * n else left,
         )
 
     def take(self, output: RequestOutput) -> RequestOutput:
@@ -54,6 +58,7 @@ class Progress:
         self._ids[index] = self._ids.get(index, ()) + output.new_token_ids
         if output.finish_reason is not None:
             self._open.discard(index)
+        self._adapter_digest = output.adapter_digest or self._adapter_digest
         # What a later attempt finds in its cache was paid for by the first.
         num_cached = self._num_cached.setdefault(index, output.num_cached_tokens)
         return replace(output, request_id=self.request.request_id, num_cached_tokens=num_cached)

@@ -48,10 +48,12 @@ class ReplicaBackend:
         self, handle: DeploymentHandle, patience_s: float = 300.0, caller: str = ""
     ) -> None:
         self._handle = handle
-        self._generate = handle.options(method_name="generate", stream=True)
+        # Plain values cross: Serve's default, cloudpickle, takes many times as long for them.
+        plain = {"request_serialization": "pickle", "response_serialization": "pickle"}
+        self._generate = handle.options(method_name="generate", stream=True, **plain)
         self._patience_s = patience_s
         self._caller = caller
-        self._recalled = handle.options(method_name="recall")
+        self._recalled = handle.options(method_name="recall", **plain)
         self._running: dict[str, Progress] = {}
         self._pulse = Pulse(_is_there)
         self._tasks: set[asyncio.Future[Any]] = set()

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from deployments.coalescing import join_outputs
 from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
 from deployments.pulse import SHUNNED_S
 from deployments.replica_backend import ReplicaBackend
+from model_runner.engine_face import join_outputs
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
 from tests.guards import take_out
 
@@ -61,6 +61,7 @@ def run_engine(
                     tuple(draw(index, p) for p in range(start, end)),
                     finish_reason=FinishReason.LENGTH if is_last else None,
                     num_cached_tokens=len(request.resumed),
+                    adapter_digest="content",
                     num_output_tokens=end,
                 )
             )
@@ -206,6 +207,7 @@ async def test_the_second_replica_is_told_what_came_and_the_first_is_avoided() -
     first, second = handle.requests
     assert first.resumed == () and second.resumed == (tuple(whole()[0][:11]), None)
     assert (first.request_id, second.request_id) == ("r", "r/2")
+    assert (first.adapter_digest, second.adapter_digest) == ("", "content")
     assert handle.avoided == [(), ("replica-0",)]
 
 
@@ -471,4 +473,4 @@ async def test_requests_of_dead_callers_end_after_a_while() -> None:
 
 
 def join(messages: list[list[RequestOutput]]) -> list[RequestOutput]:
-    return join_outputs([output for message in messages for output in message])
+    return join_outputs([output for message in messages for output in message], "r/2")

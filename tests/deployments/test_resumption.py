@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.coalescing import join_outputs
 from deployments.resumption import Resumption
+from model_runner.engine_face import join_outputs
 from model_runner.request import Request, RequestOutput
 from tests.deployments.conftest import Face, ScriptedBackend
 from tests.guards import take_out
@@ -57,10 +57,10 @@ def cut_anew(face: Face, seed: int) -> None:
         async for output in plain(face.backend, request):
             pending.append(output)
             if rng.random() < 0.4:
-                for joined in join_outputs(pending):
+                for joined in join_outputs(pending, request.request_id):
                     yield joined
                 pending = []
-        for joined in join_outputs(pending):
+        for joined in join_outputs(pending, request.request_id):
             yield joined
 
     face.backend._outputs = outputs  # type: ignore[method-assign]
