@@ -4,10 +4,9 @@ Who asks is known already.
 """
 
 import asyncio
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -82,7 +81,7 @@ async def completion_job(
         if wire.stream:
             raise ApiError(400, "echo with logprobs cannot be streamed", param="echo")
         most = max(num_echoed, sampling.prompt_logprobs or 0)
-        sampling = dataclasses.replace(sampling, prompt_logprobs=most)
+        sampling = replace(sampling, prompt_logprobs=most)
     prompts: list[Any] = [wire.prompt]
     if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
         prompts = list(wire.prompt)
@@ -100,15 +99,7 @@ async def completion_job(
     ids = tuple(map(tuple, token_lists))
     part = PromptPart(sampling.n, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
     return _job(
-        wire,
-        target,
-        tenant,
-        cache_salt,
-        tokenizer,
-        sampling,
-        part,
-        CompletionWriter,
-        answer_id,
+        wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter, answer_id
     )
 
 
@@ -133,7 +124,7 @@ def _job(
             Request(
                 request_id=request_id,
                 token_ids=token_ids,
-                sampling=dataclasses.replace(sampling, seed=seed),
+                sampling=replace(sampling, seed=seed),
                 adapter=target.adapter,
                 tenant_id=tenant.tenant_id,
                 weight=tenant.weight,

@@ -10,7 +10,8 @@ from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
 
 
 class Progress:
-    """The ids that were delivered of each sequence, and which sequences have ended.
+    """The ids that were delivered of each sequence, which sequences have ended, and the content of
+    the adapter, which another replica must have as well.
 
     attempt  which run of the request this is, from 1
     mark     of a request that was run before for another connection
@@ -28,7 +29,7 @@ class Progress:
         }
         self._open = set(self._ids)
         self._num_cached: dict[int, int] = {}
-        self._adapter_digest = request.adapter_digest
+        self._digest = request.adapter_digest
 
     @property
     def has_ended(self) -> bool:
@@ -48,17 +49,17 @@ class Progress:
         return replace(
             self.request,
             request_id=self.name,
-            adapter_digest=self._adapter_digest,  # it keeps the content that it began with
             resumed=() if left == ((),) * n else left,
+            adapter_digest=self._digest,
         )
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """Note an output of the present attempt; as the request's own, whatever attempt it is."""
         index = output.index
+        self._digest = output.adapter_digest or self._digest
         self._ids[index] = self._ids.get(index, ()) + output.new_token_ids
         if output.finish_reason is not None:
             self._open.discard(index)
-        self._adapter_digest = output.adapter_digest or self._adapter_digest
         # What a later attempt finds in its cache was paid for by the first.
         num_cached = self._num_cached.setdefault(index, output.num_cached_tokens)
         return replace(output, request_id=self.request.request_id, num_cached_tokens=num_cached)

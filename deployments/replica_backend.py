@@ -49,11 +49,11 @@ class ReplicaBackend:
     ) -> None:
         self._handle = handle
         # Plain values cross: Serve's default, cloudpickle, takes many times as long for them.
-        plain = {"request_serialization": "pickle", "response_serialization": "pickle"}
-        self._generate = handle.options(method_name="generate", stream=True, **plain)
+        plain = handle.options(request_serialization="pickle", response_serialization="pickle")
+        self._generate = plain.options(method_name="generate", stream=True)
         self._patience_s = patience_s
         self._caller = caller
-        self._recalled = handle.options(method_name="recall", **plain)
+        self._recalled = plain.options(method_name="recall")
         self._running: dict[str, Progress] = {}
         self._pulse = Pulse(_is_there)
         self._tasks: set[asyncio.Future[Any]] = set()

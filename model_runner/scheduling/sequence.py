@@ -121,8 +121,9 @@ class Sequence:
         self.row = self.seat = -1
         self.next_event = 0
         self.num_cached_tokens = 0
-        is_first = not index and self.num_given == self.prompt_len  # nothing was told yet
-        wanted = request.sampling.prompt_logprobs is not None and is_first
+        # What a broken answer goes on from was told with its first part.
+        is_new = len(self.token_ids) == self.prompt_len
+        wanted = request.sampling.prompt_logprobs is not None and not index and is_new
         self.num_scored = 1 if wanted else self.prompt_len
         self.has_entered = False
         self.num_charged = 0

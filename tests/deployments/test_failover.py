@@ -111,7 +111,9 @@ class FakeHandle:
     recalls: dict[str, Any] = field(default_factory=dict)  # by seat
     num_cancelled: int = 0
 
-    def options(self, method_name: str, **_: Any) -> Any:
+    def options(self, method_name: str = "", **_: Any) -> Any:
+        if not method_name:
+            return self
         return SimpleNamespace(remote=self._recall if method_name == "recall" else self._call)
 
     def broadcast(self, *call: Any) -> Any:
@@ -473,4 +475,5 @@ async def test_requests_of_dead_callers_end_after_a_while() -> None:
 
 
 def join(messages: list[list[RequestOutput]]) -> list[RequestOutput]:
-    return join_outputs([output for message in messages for output in message], "r/2")
+    outputs = [output for message in messages for output in message]
+    return join_outputs(outputs, outputs[0].request_id) if outputs else []

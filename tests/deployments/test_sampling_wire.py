@@ -91,8 +91,9 @@ async def test_what_is_left_out_is_neutral(face: Face, client: openai.AsyncOpenA
     await face.chat(max_tokens=16, **nothing)
     await client.completions.create(model="demo", prompt="Hi")
     neutral = SamplingParams(temperature=0)  # the demo's own default
-    told = [replace(r.sampling, seed=None) for r in face.backend.requests]  # drawn for each
-    assert told == [neutral] * 2
+    drawn = [r.sampling.seed for r in face.backend.requests]
+    assert None not in drawn and drawn[0] != drawn[1], "a seed of its own, for another replica"
+    assert [replace(r.sampling, seed=None) for r in face.backend.requests] == [neutral] * 2
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
