@@ -57,7 +57,7 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
 def _find_fault_in_resumed(
     request: Request, vocab_size: int, max_len: int
 ) -> tuple[ErrorCode, str] | None:
-    most = min(request.sampling.max_tokens, max_len - len(request.token_ids)) - 1
+    most = max(0, min(request.sampling.max_tokens, max_len - len(request.token_ids)) - 1)
     for index, ids in enumerate(request.resumed):
         if ids is None:
             continue

@@ -61,6 +61,7 @@ def run_engine(
                     tuple(draw(index, p) for p in range(start, end)),
                     finish_reason=FinishReason.LENGTH if is_last else None,
                     num_cached_tokens=len(request.resumed),
+                    adapter_digest="content",
                     num_output_tokens=end,
                 )
             )
@@ -208,6 +209,7 @@ async def test_the_second_replica_is_told_what_came_and_the_first_is_avoided() -
     first, second = handle.requests
     assert first.resumed == () and second.resumed == (tuple(whole()[0][:11]), None)
     assert (first.request_id, second.request_id) == ("r", "r/2")
+    assert (first.adapter_digest, second.adapter_digest) == ("", "content")
     assert handle.avoided == [(), ("replica-0",)]
 
 

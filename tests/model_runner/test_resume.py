@@ -88,6 +88,13 @@ CASES = {
     "narrow": Request("narrow", PROMPT, dataclasses.replace(SAMPLED, top_p=0.8, top_k=40)),
     "adapter": Request("adapter", PROMPT, SAMPLED, PIRATE),
     "logprobs": Request("logprobs", PROMPT, dataclasses.replace(SAMPLED, logprobs=3)),
+    "penalties": Request(
+        "penalties",
+        PROMPT,
+        dataclasses.replace(
+            SAMPLED, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4, min_p=0.01
+        ),
+    ),
     "min_tokens": Request(
         "min_tokens",
         PROMPT,
@@ -147,6 +154,18 @@ def test_preempted_while_it_goes_on(engine: Engine) -> None:
         narrow.check()
     finally:
         narrow.close()
+
+
+def test_a_prompt_is_told_once(engine: Engine, other: Engine) -> None:
+    """Its log-probabilities come with the first token, so not to who has that."""
+    sampling = dataclasses.replace(SAMPLED, prompt_logprobs=1, n=2)
+    request = Request("told", PROMPT, sampling)
+    whole = run(engine, request)
+    for cuts, told in (((0, 5), 69), ((1, 5), 0)):
+        resumed = tuple(tuple(whole[i].token_ids[:cut]) for i, cut in enumerate(cuts))
+        rest = run(other, dataclasses.replace(request, resumed=resumed))
+        assert [len(rest[i].prompt_logprobs) for i in (0, 1)] == [told, 0]
+        assert all(rest[i].token_ids == whole[i].token_ids[cuts[i] :] for i in (0, 1))
 
 
 @pytest.mark.parametrize(
