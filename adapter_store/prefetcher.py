@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from adapter_store.errors import AdapterError, AdapterUnavailable, StoreFull
+from adapter_store.errors import AdapterError, AdapterUnavailable
 from adapter_store.load_threads import LoadThreads
 from adapter_store.loader import AdapterLoader, HostAdapter, check_revision, is_digest
-from adapter_store.packed_layout import PackedLayout
+from adapter_store.packed_layout import PackedLayout, check_share
 from adapter_store.ref import AdapterRef
 
 _MAX_ENTRIES = 4096
@@ -53,7 +53,7 @@ class Prefetcher:
 
     report     hands a callable from a thread to the owner, who runs it
     orphaned   told of a digest that no ref is bound to any more
-    max_bytes  a larger adapter is refused (StoreFull): what the arena holds
+    pool_bytes what the arena holds: `check_share` refuses what takes too much of it
     fresh_s, sticky_s  as `AdapterStore` documents them
     loads, load_seconds, failures  counters by tier: "host" (found there), "remote" (fetched)
     """
@@ -64,14 +64,14 @@ class Prefetcher:
         load_threads: int,
         report: Report,
         orphaned: Callable[[str], None],
-        max_bytes: int | None,
+        pool_bytes: int | None,
         fresh_s: float,
         sticky_s: float,
     ) -> None:
         self._loader = loader
         self._report = report
         self._orphaned = orphaned
-        self._max_bytes = max_bytes
+        self._pool_bytes = pool_bytes
         self._fresh_s, self._sticky_s = fresh_s, sticky_s
         self._entries: OrderedDict[AdapterRef, _Entry] = OrderedDict()
         self._contents: dict[str, _Content] = {}
@@ -247,13 +247,10 @@ class Prefetcher:
             entry.loading = entry.fetching = False
             try:
                 check_revision(entry.ref, found.revision, found.digest)
+                if self._pool_bytes is not None:
+                    check_share(str(entry.ref), found.layout.num_bytes, self._pool_bytes)
             except AdapterError as e:
                 self._fail(entry, e)
-                continue
-            size, room = found.layout.num_bytes, self._max_bytes
-            if room is not None and size > room:
-                text = f"{entry.ref} has {size} bytes, the adapter memory {room} bytes"
-                self._fail(entry, StoreFull(text))
                 continue
             if found.digest != entry.digest:
                 self._unbind(entry)
