@@ -95,7 +95,7 @@ class GptOss(Decoder):
             raise ModelUnsupported(
                 f"quant_method {quantization.get('quant_method')!r} is not supported"
             )
-        common = read_common(raw, folder)
+        common = read_common({**raw, "quantization_config": None}, folder)
         layers = common["num_layers"]
         kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * layers
         window = int(raw.get("sliding_window") or 0)

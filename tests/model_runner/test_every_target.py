@@ -6,8 +6,9 @@ The deltas are made here from the factors by PEFT's own formulas, so this trusts
 Not here: files that PEFT wrote (test_golden.py, test_peft_live.py).
 """
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,13 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Pa
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[dict[str, Found]]:
+def results(tmp_path_factory) -> Callable[[str], dict[str, Found]]:
+    """What comes out for all parts of a family, computed once."""
+    return functools.cache(lambda family: run_family(family, tmp_path_factory.mktemp("family")))
+
+
+def run_family(name: str, root: Path) -> dict[str, Found]:
     """All parts of one family, each with an adapter of its own, in one engine."""
-    name = request.param
-    root = tmp_path_factory.mktemp("family")
     model = save_model(FAMILIES[name], root / "base", seed=11)
     family, config = read_model_config(root / "base")
     targets = list_lora_targets(config, family.names)
@@ -174,7 +178,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[dict[str
             for path, before in kept.items():
                 params[path].copy_(before)
     ours = score(root, list(merged))
-    yield {
+    return {
         part: Found(ours[part], want, float((want - plain).abs().max()))
         for part, want in merged.items()
     }
@@ -209,11 +213,11 @@ def score(root: Path, parts: list[str]) -> dict[str, Tensor]:
     return {part: torch.cat([x for _, x in sorted(chunks[part].items())]) for part in parts}
 
 
-@pytest.mark.parametrize(
-    ("found", "part"), CELLS, indirect=["found"], ids=[f"{family}-{part}" for family, part in CELLS]
-)
-def test_an_adapter_is_its_merged_weights(found: dict[str, Found], part: str) -> None:
-    result = found[part]
+@pytest.mark.parametrize(("family", "part"), CELLS, ids=[f"{f}-{p}" for f, p in CELLS])
+def test_an_adapter_is_its_merged_weights(
+    family: str, part: str, results: Callable[[str], dict[str, Found]]
+) -> None:
+    result = results(family)[part]
     assert result.moved > 100 * MAX_ABS_DIFF, "an adapter that does nothing would pass"
     assert (result.ours - result.merged).abs().max() < MAX_ABS_DIFF
 
