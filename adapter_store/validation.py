@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from adapter_store.contents import KnownContents
 from adapter_store.errors import (
     AdapterError,
     AdapterInvalid,
@@ -134,7 +135,7 @@ def validate(
     cache = HostCache(None, limits.host_bytes)
     try:
         max_rank = padded_rank(limits.max_rank)
-        loader = AdapterLoader(targets, limits.dtype, cache, max_rank, s3, load)
+        loader = AdapterLoader(targets, limits.dtype, cache, max_rank, s3, load, KnownContents())
         digest = loader.load(ref).digest
     except AdapterError as error:
         refusals.append(_refusal(error))
@@ -154,7 +155,8 @@ def validate(
 def _refusal(error: AdapterError) -> Refusal:
     if isinstance(error, AdapterInvalid):
         return Refusal(error.reason, str(error).removeprefix(f"{error.reason}: "))
-    return Refusal(_REASONS[type(error)], str(error))
+    reason = next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+    return Refusal(reason, str(error))
 
 
 def _group(pairs: Sequence[BoundPair], targets: Sequence[LoraTarget]) -> list[TargetReport]:

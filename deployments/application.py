@@ -1,8 +1,7 @@
 """Wires ingress, router, replicas and adapter actors into one Ray Serve application.
 
 Nothing else wires. It works with and without Serve's environment flags, which Ray's processes read
-when they start: RAY_SERVE_THROUGHPUT_OPTIMIZED=1 is worth setting before `ray start` or `serve
-run`.
+when they start: those of serve_flags.py are worth setting before `ray start` or `serve run`.
 """
 
 import logging

@@ -194,6 +194,9 @@ class Frontend:
             async for index, output in outputs:
                 job.writer.collect(index, output)
         meter.finish(200)
+        if job.requests[0].sampling.prompt_logprobs is not None:
+            # One entry for each token of a prompt: seconds that other streams would wait.
+            return await asyncio.to_thread(job.writer.whole)
         return job.writer.whole()
 
     async def close(self, meter: Meter, outputs: Outputs) -> None:
