@@ -29,6 +29,7 @@ from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
+from deployments.resumption import Resumption
 from deployments.streaming import error_events, interleave
 from deployments.tenants import Target, TenantConfig, TenantDirectory
 from model_runner.request import Request, RequestOutput
@@ -41,8 +42,13 @@ Outputs = AsyncGenerator[tuple[int, TextOutput], None]
 class Backend(Protocol):
     """The replicas of one base model, wherever they are."""
 
-    def stream(self, request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request. Closing the generator aborts it in the engine."""
+    def stream(
+        self, request: Request, place: Place | None, again: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Closing the generator aborts it in the engine.
+
+        again  it ran before: go on with what is known of it
+        """
         ...
 
     async def abort(self, request_id: str, index: int) -> None:
@@ -61,6 +67,7 @@ class Frontend:
         self.placement = Placement()
         self.log = metrics.MetricLog()
         self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
+        self._secret = salt_key
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._label = metrics.TenantLabels(
             (t.tenant_id for t in tenants), config.max_metric_tenants
@@ -71,13 +78,15 @@ class Frontend:
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
         }
+        self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
         self._started_at = int(time.time())
 
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
-            return backend.stream(request, self.placement.place(model, adapter_id))
+            again = request.request_id in self._again
+            return backend.stream(request, self.placement.place(model, adapter_id), again)
 
         return TextEngine(tokenizer, stream, backend.abort)
 
@@ -117,7 +126,13 @@ class Frontend:
             parent=target.model if target.adapter else None,
         )
 
-    async def chat(self, tenant: TenantConfig, body: bytes) -> Job:
+    def resumption(
+        self, tenant: TenantConfig, path: str, body: bytes, cursor: str | None
+    ) -> Resumption:
+        """Which answer this is: a new one, or that of the cursor. Errors: ApiError 400."""
+        return Resumption(self._secret, tenant.tenant_id, path, body, cursor)
+
+    async def chat(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = ChatRequest.parse(body)
         target = self._resolve(tenant, wire.model)
@@ -126,9 +141,9 @@ class Frontend:
         wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         default = self._settings[target.model].default_max_tokens
-        return await chat_job(wire, target, tenant, salt, tokenizer, default)
+        return await chat_job(wire, target, tenant, salt, tokenizer, default, answer_id)
 
-    async def completion(self, tenant: TenantConfig, body: bytes) -> Job:
+    async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = CompletionRequest.parse(body)
         target = self._resolve(tenant, wire.model)
@@ -137,7 +152,7 @@ class Frontend:
         wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         limit = self.config.ingress.max_prompts
-        return await completion_job(wire, target, tenant, salt, tokenizer, limit)
+        return await completion_job(wire, target, tenant, salt, tokenizer, limit, answer_id)
 
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
         target = self._directory.resolve(tenant, name)
@@ -164,20 +179,26 @@ class Frontend:
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
-    async def outputs(self, job: Job, meter: Meter) -> Outputs:
+    async def outputs(self, job: Job, meter: Meter, again: bool = False) -> Outputs:
         """The job's outputs, each with its choice's number.
 
+        again  it ran before, for a connection that broke
         Errors: ApiError for what failed in the engine.
         """
         text = self._texts[job.target.model]
         num_choices = job.requests[0].sampling.n
+        names = {request.request_id for request in job.requests if again}
+        self._again |= names
         streams = [text.stream(request, job.stop) for request in job.requests]
-        async with aclosing(interleave(streams)) as outputs:
-            async for number, output in outputs:
-                if output.error_code is not None:
-                    raise engine_error(output.error_code, output.error)
-                meter.saw(job, output)
-                yield number * num_choices + output.index, output
+        try:
+            async with aclosing(interleave(streams)) as outputs:
+                async for number, output in outputs:
+                    if output.error_code is not None:
+                        raise engine_error(output.error_code, output.error)
+                    meter.saw(job, output)
+                    yield number * num_choices + output.index, output
+        finally:
+            self._again -= names
 
     async def first(self, outputs: Outputs) -> tuple[int, TextOutput]:
         """The first output: an error that comes instead of it can still be an HTTP status."""
@@ -205,16 +226,22 @@ class Frontend:
         meter.finish(CLIENT_GONE_STATUS)
 
     async def events(
-        self, job: Job, meter: Meter, outputs: Outputs, first: tuple[int, TextOutput]
+        self,
+        job: Job,
+        meter: Meter,
+        outputs: Outputs,
+        first: tuple[int, TextOutput],
+        resumption: Resumption,
     ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a job whose first output is here."""
+        """The server-sent events of a job whose first output is here, without those that the
+        client has."""
         try:
             async with aclosing(outputs):
-                if chunk := job.writer.chunk(*first):
-                    yield chunk
+                if event := resumption.event(job.writer, *first):
+                    yield event
                 async for index, output in outputs:
-                    if chunk := job.writer.chunk(index, output):
-                        yield chunk
+                    if event := resumption.event(job.writer, index, output):
+                        yield event
             meter.finish(200)
             yield job.writer.last_chunks()
         except ApiError as exc:

@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
@@ -28,7 +29,7 @@ from deployments.tenants import TenantConfig
 
 _log = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
-_Prepare = Callable[[TenantConfig, bytes], Awaitable[Job]]
+_Prepare = Callable[[TenantConfig, bytes, str], Awaitable[Job]]
 
 
 class ClientGone(Exception):
@@ -139,15 +140,18 @@ async def _answer(frontend: Frontend, request: Request, prepare: _Prepare) -> Re
     meter = frontend.meter(tenant)
     try:
         body = await _body(request, frontend.config.ingress.max_body_bytes)
-        job = await prepare(tenant, body)
+        cursor = request.headers.get("last-event-id")
+        resumption = frontend.resumption(tenant, request.url.path, body, cursor)
+        job = await prepare(tenant, body, resumption.answer_id)
+        resumption.begin(job)
         meter.began(job)
         headers = {"x-request-id": job.writer.answer_id}
         if not job.stream:
             answer = await _unless_gone(request.receive, frontend.whole(job, meter))
             return Response(answer, media_type="application/json", headers=headers)
-        outputs = frontend.outputs(job, meter)
+        outputs = frontend.outputs(job, meter, resumption.has_begun)
         first = await _unless_gone(request.receive, frontend.first(outputs))
-        events = frontend.events(job, meter, outputs, first)
+        events = frontend.events(job, meter, outputs, first, resumption)
         return EventStream(events, partial(frontend.close, meter, outputs), headers)
     except ClientGone:
         meter.finish(CLIENT_GONE_STATUS)
@@ -218,7 +222,10 @@ class Ingress:
         router: DeploymentHandle,
         replicas: dict[str, DeploymentHandle],
     ) -> None:
-        backends = {name: ReplicaBackend(handle) for name, handle in replicas.items()}
+        patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
+        backends = {
+            name: ReplicaBackend(handle, patience_s, me or "") for name, handle in replicas.items()
+        }
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
         self._sync = asyncio.create_task(self._link.run())
