@@ -97,9 +97,9 @@ class AdapterStore:
     ) -> None:
         dtype = dtype or (arena.dtype if arena else torch.bfloat16)
         max_rank = max_rank or (arena.max_rank if arena else 256)
-        max_bytes = None
+        pool_bytes = None
         if arena is not None:
-            max_bytes = arena.num_bytes if arena.num_slots else 0
+            pool_bytes = arena.num_bytes if arena.num_slots else 0
         self._arena = arena
         self._table = SlotTable(arena.num_slots, arena.num_bytes) if arena else SlotTable(0, 0)
         self.contents = contents = KnownContents()
@@ -120,7 +120,7 @@ class AdapterStore:
             load_threads,
             self._report,
             self._table.retire,
-            max_bytes,
+            pool_bytes,
             fresh_s,
             sticky_s,
             self.contents,

@@ -407,11 +407,13 @@ def test_a_hold_ends_when_nobody_waits_or_after_its_time(bench: Bench) -> None:
     assert drive(store, lambda: store.acquire(c))
 
 
-def test_larger_than_the_arena_is_an_error_with_both_sizes(bench: Bench) -> None:
-    store = bench.store(num_bytes=ADAPTER_BYTES - 256)
+def test_more_than_half_of_the_arena_is_an_error_with_both_sizes(bench: Bench) -> None:
+    room = 2 * ADAPTER_BYTES
+    store = bench.store(num_bytes=room - 256)
     error = fails(store, bench.ref("a", seed=1))
     assert isinstance(error, StoreFull)
-    assert str(ADAPTER_BYTES) in str(error) and str(ADAPTER_BYTES - 256) in str(error)
+    assert str(ADAPTER_BYTES) in str(error) and str(room - 256) in str(error)
+    use(bench.store(num_bytes=room), bench.ref("a"))
     error = fails(bench.store(num_slots=0), bench.ref("a"))
     assert isinstance(error, StoreFull)
 
