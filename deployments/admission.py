@@ -19,6 +19,11 @@ _INLINE_CHARS = 8192
 """Longer prompts are tokenized in a thread: the loop has other streams to serve."""
 
 _MAX_STOP = 16
+_MAX_STOP_CHARS = 4096
+"""All together: each character costs the matcher a state."""
+
+_MAX_STOP_IDS = 1024
+_MAX_CHOICES = 256
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ async def chat_job(
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
     sampling = _sampling(wire, max_tokens, logprobs)
-    size = sum(len(str(message.get("content", ""))) for message in wire.messages)
+    size = sum(64 + len(str(message.get("content", ""))) for message in wire.messages)
     token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
     return _job(wire, target, tenant, cache_salt, tokenizer, sampling, [token_ids], ChatWriter)
 
@@ -71,6 +76,9 @@ async def completion_job(
         raise ApiError(400, "prompt must not be an empty list", param="prompt")
     if len(prompts) > max_prompts:
         raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
+    if len(prompts) * sampling.n > _MAX_CHOICES:
+        words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
+        raise ApiError(400, words, param="n")
     token_lists = [
         await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
         if isinstance(prompt, str)
@@ -143,8 +151,14 @@ def _sampling(
     problem = (sampling.problem() or "").replace("stop_ids", "stop_token_ids")
     if problem:
         raise ApiError(400, problem, param=problem.split()[0])
-    if len(wire.stop_strings()) > _MAX_STOP:
+    stops = wire.stop_strings()
+    if len(stops) > _MAX_STOP:
         raise ApiError(400, f"at most {_MAX_STOP} stop strings", param="stop")
+    if sum(map(len, stops)) > _MAX_STOP_CHARS:
+        words = f"stop strings of at most {_MAX_STOP_CHARS} characters together"
+        raise ApiError(400, words, param="stop")
+    if len(sampling.stop_ids) > _MAX_STOP_IDS:
+        raise ApiError(400, f"at most {_MAX_STOP_IDS} stop_token_ids", param="stop_token_ids")
     return sampling
 
 
