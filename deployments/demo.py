@@ -129,6 +129,7 @@ class Demo:
             # Ray runs its workers at nice 15, which on a busy machine is a start of minutes.
             "RAY_worker_niceness": "0",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         }
         os.environ.pop("RAY_ADDRESS", None)

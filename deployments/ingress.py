@@ -24,6 +24,7 @@ from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS, ApiError, internal_error
 from deployments.body import BodyLimits, read_body
 from deployments.config import ServiceConfig
+from deployments.edge import STALL_HEADER
 from deployments.frontend import Frontend, Prepare
 from deployments.replica_backend import ReplicaBackend
 from deployments.router_link import RouterLink
@@ -194,7 +195,8 @@ async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Res
     try:
         job = await _job(frontend, request, tenant, prepare)
         meter.began(job)
-        headers = {"x-request-id": job.writer.answer_id}
+        stalled_s = str(frontend.config.ingress.max_stalled_s)
+        headers = {"x-request-id": job.writer.answer_id, STALL_HEADER: stalled_s}
         if not job.stream:
             answer = await _unless_gone(request.receive, frontend.whole(job, meter))
             return Response(answer, media_type="application/json", headers=headers)

@@ -65,6 +65,7 @@ LAW = {
     "deployments.adapter_actor": f"{_FACE} ray adapter_store",
     "deployments.replica": f"{_FACE} ray adapter_store model_runner",
     "deployments.ingress": f"{_FACE} ray fastapi starlette pydantic",
+    "deployments.edge": f"{_FACE} starlette uvicorn",
     "deployments.metrics": f"{_FACE} ray prometheus_client",
     "deployments.keeper": "",
     "deployments.local_s3": "boto3 botocore deployments.keeper",
