@@ -1,40 +1,31 @@
-"""What stands between the sockets and Serve's proxy, in the proxy's own process: bounds on heads,
-uploads and readers, and what a client may say to Serve itself.
+"""What stands around Serve's proxy, in the proxy's own process: bounds on uploads, what a client may
+say to Serve itself, and Serve's own errors in OpenAI's words.
 
 Serve calls `guards` where the environment names it before Ray starts:
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards. Without it the service is the
-same to honest clients. Not here: keys, tenants, and what a body means (ingress.py).
+same to honest clients. Not here: sockets (connection.py), keys, tenants, and what a body means
+(ingress.py).
 """
 
-import asyncio
 import json
 import os
 import re
-import socket
 from collections.abc import Callable, MutableMapping
-from contextlib import suppress
 from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.api_errors import ApiError, overloaded
 from deployments.body import BIG_BYTES
+from deployments.connection import BoundedHttp
 
 STALL_HEADER = "x-edge-max-stalled-s"
 """Of the ingress' answers, for this file alone: `ingress.max_stalled_s`, which no proxy knows."""
 
-MAX_HEAD_BYTES = 64 << 10
-MAX_HEADERS = 100
-HEAD_WITHIN_S = 10.0
-MAX_CONNECTIONS = 4096
 MAX_BODY_BYTES = 65 << 20  # above what a configuration may allow: the ingress refuses first
 MAX_UPLOADS_BYTES = 512 << 20
-_MAX_STALLED_S = 30.0  # until the ingress has answered once on this connection
-_SEND_BUFFER_BYTES = 256 << 10
-_LINGER_S = 2.0
 
 # Serve takes orders from these: which replica, how long, whether to notice that the client left.
 _SERVES_OWN = {
@@ -47,129 +38,10 @@ _LABEL = re.compile(rb"[!-~]{1,128}")
 
 
 def guards() -> list[Middleware]:
-    """What Serve puts around its proxy; the connections' class goes into uvicorn's own table.
-
-    uvicorn bounds heads with h11 alone, which it does not take where httptools is installed.
-    """
+    """What Serve puts around its proxy; the connections' class goes into uvicorn's own table, for
+    Serve leaves the choice of it to uvicorn."""
     HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__name__}"
     return [Middleware(Edge)]
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """One connection of uvicorn's, with an end to what it may send, keep open, or leave unread."""
-
-    _head_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-    _max_stalled_s = _MAX_STALLED_S
-    _in_head = True
-    _num_headers = 0
-    _head_bytes = 0
-    _began_in_this_part = False
-    _refused = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-            return
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            # What a reader leaves unread lies in the kernel first: not without bound.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self.limit_stall(_MAX_STALLED_S)
-        self._await_head()
-
-    def limit_stall(self, seconds: float) -> None:
-        """The kernel drops a peer that takes nothing for this long, gone silent or not reading."""
-        self._max_stalled_s = seconds
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall_timer = self.loop.call_later(self._max_stalled_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self._began_in_this_part = False
-        super().data_received(data)
-        if self._in_head and not self._began_in_this_part and not self._refused:
-            # httptools keeps an unfinished header to itself: it is counted here.
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, "the request's head is too large")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["limit_stall"] = self.limit_stall  # type: ignore[typeddict-unknown-key]
-        self._num_headers = self._head_bytes = 0
-        self._began_in_this_part = True
-        self._await_head()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers of a body come here as well, and count like the head they follow."""
-        self._num_headers += 1
-        self._head_bytes += len(name) + len(value)
-        if self._num_headers > MAX_HEADERS or self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, f"the request's head has too many headers, more than {MAX_HEADERS}")
-            raise ValueError  # ends the parser's work on this part
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head_bytes = 0
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        super().on_headers_complete()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle.more_body:  # refused before its end: the rest is passed over, for a while
-            self.loop.call_later(self._max_stalled_s, self._end_upload, self.cycle)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
-
-    def _await_head(self) -> None:
-        self._in_head = True
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
-
-    def _head_is_late(self) -> None:
-        self._refuse(408, "the request's head came too slowly")
-
-    def _end_upload(self, cycle: Any) -> None:
-        if cycle.more_body and self.cycle is cycle:
-            self.transport.abort()
-
-    def _refuse(self, status: int, words: str) -> None:
-        """Answer what no application sees; keep reading for a moment, or the answer is lost."""
-        if self._refused or self.transport.is_closing():
-            return
-        self._refused = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()  # an answer is on its way already: no second one into it
-            return
-        body = _body(ApiError(status, words))
-        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        with suppress(OSError, NotImplementedError, RuntimeError):
-            self.transport.write_eof()
-        self.loop.call_later(_LINGER_S, self.transport.abort)
 
 
 class Edge:

@@ -65,6 +65,7 @@ LAW = {
     "deployments.adapter_actor": f"{_FACE} ray adapter_store",
     "deployments.replica": f"{_FACE} ray adapter_store model_runner",
     "deployments.ingress": f"{_FACE} ray fastapi starlette pydantic",
+    "deployments.connection": f"{_FACE} uvicorn",
     "deployments.edge": f"{_FACE} starlette uvicorn",
     "deployments.metrics": f"{_FACE} ray prometheus_client",
     "deployments.keeper": "",
