@@ -24,6 +24,7 @@ _MAX_STOP_CHARS = 4096
 
 _MAX_STOP_IDS = 1024
 _MAX_CHOICES = 256
+_MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,10 @@ def _sampling(
     if sum(map(len, stops)) > _MAX_STOP_CHARS:
         words = f"stop strings of at most {_MAX_STOP_CHARS} characters together"
         raise ApiError(400, words, param="stop")
+    if max_tokens > _MAX_INT:
+        raise ApiError(400, f"max_tokens must be at most {_MAX_INT}", param="max_tokens")
+    if any(token_id > _MAX_INT for token_id in sampling.stop_ids):
+        raise ApiError(400, f"stop_token_ids must be at most {_MAX_INT}", param="stop_token_ids")
     if len(sampling.stop_ids) > _MAX_STOP_IDS:
         raise ApiError(400, f"at most {_MAX_STOP_IDS} stop_token_ids", param="stop_token_ids")
     return sampling

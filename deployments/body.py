@@ -1,5 +1,5 @@
 """How the body of a request comes in: how much, how fast, how much of it at once, and how many
-values its JSON may hold before anybody parses it.
+values its JSON may hold before anybody parses it, how much text before all of it is tokenized.
 
 Not here: what the values mean (openai_schema.py).
 """
@@ -7,11 +7,13 @@ Not here: what the values mean (openai_schema.py).
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from deployments.api_errors import ApiError, overloaded
+from deployments.api_errors import ApiError, engine_error, overloaded
+from model_runner.request import ErrorCode
 
 BIG_BYTES = 64 << 10
 """Bodies above this are parsed one at a time per tenant, off the event loop."""
@@ -19,6 +21,8 @@ BIG_BYTES = 64 << 10
 _MAX_WEIGHT = 1 << 18
 _STRING_WEIGHT = 4
 _CONTAINER_WEIGHT = 8
+_PIECE_CHARS = 1 << 16
+_PIECE_SLACK = 64
 
 
 @dataclass(frozen=True)
@@ -132,3 +136,42 @@ def check_weight(body: bytes) -> None:
         raise ApiError(
             400, "the body holds too many values: lists, objects, strings", code="body_too_complex"
         )
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON value, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+
+
+def check_length(
+    texts: Iterable[str], encode: Callable[[str], Sequence[int]], longest: int | None
+) -> None:
+    """Refuse a prompt that is too long for sure, without tokenizing all of it: 8 MB of it can be
+    millions of tokens and a minute's work.
+
+    longest  tokens that the model takes, None = not known.  A text is counted in pieces; a cut adds
+    or hides a few tokens, which is what the slack is for.
+    Errors: ApiError 400.
+    """
+    texts = list(texts)
+    if longest is None or sum(map(len, texts)) <= 4 * longest:
+        return
+    count = 0
+    for text in texts:
+        for begin in range(0, len(text), _PIECE_CHARS):
+            count += max(0, len(encode(text[begin : begin + _PIECE_CHARS])) - _PIECE_SLACK)
+            if count >= longest:
+                raise prompt_too_long(f"more than {count}", longest)
+
+
+def prompt_too_long(count: int | str, longest: int) -> ApiError:
+    """What is said of a prompt that no replica can hold."""
+    words = f"the prompt has {count} tokens, and this model takes fewer than {longest}"
+    return engine_error(ErrorCode.PROMPT_TOO_LONG, words)

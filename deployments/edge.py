@@ -1,5 +1,5 @@
-"""What stands around Serve's proxy, in the proxy's own process: bounds on uploads, what a client may
-say to Serve itself, and Serve's own errors in OpenAI's words.
+"""What stands around Serve's proxy, in the proxy's own process: bounds on uploads, what a client
+may say to Serve itself, and Serve's own errors in OpenAI's words.
 
 Serve calls `guards` where the environment names it before Ray starts:
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards. Without it the service is the

@@ -27,14 +27,21 @@ from deployments.api_errors import (
     overloaded,
     unauthorized,
 )
-from deployments.body import BIG_BYTES, BodyBudget, check_weight
+from deployments.body import (
+    BIG_BYTES,
+    BodyBudget,
+    check_length,
+    check_weight,
+    prompt_too_long,
+    strings,
+)
 from deployments.config import ModelSettings, ServiceConfig
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
 from deployments.streaming import error_events, interleave
 from deployments.tenants import Target, TenantConfig, TenantDirectory
-from model_runner.request import ErrorCode, Request, RequestOutput
+from model_runner.request import Request, RequestOutput
 from model_runner.text import TextEngine, TextOutput
 from model_runner.tokenizer import Tokenizer
 
@@ -156,6 +163,7 @@ class Frontend:
         target = self._resolve(tenant, wire.model)
         salt = self._directory.cache_salt(tenant)
         tokenizer = self._texts[target.model].tokenizer
+        await self._check_size(body, target, wire.messages)
         default = self._settings[target.model].default_max_tokens
         return self._checked(await chat_job(wire, target, tenant, salt, tokenizer, default))
 
@@ -165,8 +173,19 @@ class Frontend:
         target = self._resolve(tenant, wire.model)
         salt = self._directory.cache_salt(tenant)
         tokenizer = self._texts[target.model].tokenizer
+        given = [wire.prompt] if isinstance(wire.prompt, str) else wire.prompt
+        for prompt in given:
+            if isinstance(prompt, str):
+                await self._check_size(body, target, prompt)
         limit = self.config.ingress.max_prompts
         return self._checked(await completion_job(wire, target, tenant, salt, tokenizer, limit))
+
+    async def _check_size(self, body: bytes, target: Target, prompt: object) -> None:
+        """Refuse early what is far too long. Errors: ApiError 400."""
+        if len(body) > BIG_BYTES:
+            encode = self._texts[target.model].tokenizer.encode
+            longest = self._longest[target.model]
+            await asyncio.to_thread(check_length, strings(prompt), encode, longest)
 
     def _checked(self, job: Job) -> Job:
         """Refuse here what no replica can hold: a prompt is millions of integers at worst.
@@ -176,8 +195,7 @@ class Frontend:
         longest = self._longest[job.target.model]
         for request in job.requests:
             if longest is not None and len(request.token_ids) >= longest:
-                words = f"{len(request.token_ids)} tokens: this model takes fewer than {longest}"
-                raise engine_error(ErrorCode.PROMPT_TOO_LONG, words)
+                raise prompt_too_long(len(request.token_ids), longest)
         return job
 
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
