@@ -5,6 +5,7 @@ Without Ray and without an engine.
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -448,7 +449,7 @@ async def test_comments_while_a_stream_waits(face: Face) -> None:
     events_ = waiting.text.split("\n\n")[:-1]
     kinds = "".join("." if event == ": keep-alive" else "d" for event in events_)
     assert waiting.status == 200 and waiting.ended
-    assert kinds.startswith("..") and kinds.endswith("dd") and "d..d" in kinds, kinds
+    assert re.fullmatch(r"\.+d\.+d\.+d+", kinds), kinds
     face.backend.gap_s = 0.0
     plain = call(face, max_tokens=3)
     await asyncio.wait_for(plain.task, 10)
