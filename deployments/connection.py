@@ -106,6 +106,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._head_timer.cancel()
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle is not None:
+            self.cycle.more_body = False  # also of a body that was passed over
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.more_body:  # refused before its end: the rest is passed over, for a while

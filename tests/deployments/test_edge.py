@@ -268,6 +268,18 @@ async def test_an_upload_that_nobody_wants_ends(server: Server) -> None:
     writer.close()
 
 
+async def test_an_upload_that_nobody_wants_may_end(server: Server) -> None:
+    """Its client keeps the connection, as any other does."""
+    reader, writer = await server.open()
+    writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\na")
+    await reader.readuntil(b"secret words of Serve")
+    writer.write(b"bc")
+    await asyncio.sleep(0.7)  # above what an upload may take that does not end
+    writer.write(GET + b"\r\n")
+    assert (await reader.readuntil(b"secret words of Serve")).count(b"HTTP/1.1 200") == 1
+    writer.close()
+
+
 async def test_a_stalled_reader_is_cut_and_others_go_on(server: Server) -> None:
     stalled = socket.socket()
     stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
