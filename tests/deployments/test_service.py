@@ -520,9 +520,12 @@ class TestHostileClients:
         before = peak_bytes(reset=True)
         assert {"Ingress", "ProxyActor"} <= set(before)
         for case in BODIES:
+            body = case.body()
+            if len(body) < 1 << 18:  # the others have had their turn without Ray
+                continue
             response = httpx.post(
                 f"{service.url}{case.path}",
-                content=case.body(),
+                content=body,
                 headers={"Authorization": "Bearer key-of-pirate"},
                 timeout=60,
             )
