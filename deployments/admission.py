@@ -4,15 +4,19 @@ Who asks is known already.
 """
 
 import asyncio
+import dataclasses
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from deployments.answer_logprobs import PromptPart
 from deployments.api_errors import ApiError
 from deployments.openai_schema import ChatRequest, CompletionRequest
 from deployments.streaming import ChatWriter, CompletionWriter, Writer
 from deployments.tenants import Target, TenantConfig
-from model_runner.request import Request, SamplingParams
+from model_runner.request import MAX_IDS, Request, SamplingParams
 from model_runner.tokenizer import Tokenizer
 
 _INLINE_CHARS = 8192
@@ -54,9 +58,12 @@ async def chat_job(
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
     sampling = _sampling(wire, max_tokens, logprobs)
+    if not max_tokens:
+        raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
     size = sum(64 + len(str(message.get("content", ""))) for message in wire.messages)
     token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, [token_ids], ChatWriter)
+    part = PromptPart(sampling.n, (tuple(token_ids),), num_told=wire.prompt_logprobs)
+    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter)
 
 
 async def completion_job(
@@ -70,6 +77,16 @@ async def completion_job(
     """Each prompt as one `Request`. Errors: ApiError 400."""
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
     sampling = _sampling(wire, max_tokens, wire.logprobs)
+    if not max_tokens and not wire.echo:
+        raise ApiError(400, "max_tokens must be at least 1 without echo", param="max_tokens")
+    if wire.best_of not in (None, sampling.n):
+        raise ApiError(400, f"best_of must equal n ({sampling.n}) if given", param="best_of")
+    num_echoed = wire.logprobs if wire.echo else None
+    if num_echoed is not None:
+        if wire.stream:
+            raise ApiError(400, "echo with logprobs cannot be streamed", param="echo")
+        most = max(num_echoed, sampling.prompt_logprobs or 0)
+        sampling = dataclasses.replace(sampling, prompt_logprobs=most)
     prompts: list[Any] = [wire.prompt]
     if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
         prompts = list(wire.prompt)
@@ -86,9 +103,10 @@ async def completion_job(
         else prompt
         for prompt in prompts
     ]
-    return _job(
-        wire, target, tenant, cache_salt, tokenizer, sampling, token_lists, CompletionWriter
-    )
+    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if wire.echo]
+    ids = tuple(map(tuple, token_lists))
+    part = PromptPart(sampling.n, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
+    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter)
 
 
 def _job(
@@ -98,18 +116,18 @@ def _job(
     cache_salt: str,
     tokenizer: Tokenizer,
     sampling: SamplingParams,
-    token_lists: list[list[int]],
+    part: PromptPart,
     writer: type[Writer],
 ) -> Job:
     answer_id = uuid4().hex
     requests = []
-    for number, token_ids in enumerate(token_lists):
+    for number, token_ids in enumerate(part.token_ids):
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         requests.append(
             Request(
                 request_id=f"{answer_id}-{number}",
-                token_ids=tuple(token_ids),
+                token_ids=token_ids,
                 sampling=sampling,
                 adapter=target.adapter,
                 tenant_id=tenant.tenant_id,
@@ -131,6 +149,7 @@ def _job(
             tokenizer,
             sampling.logprobs is not None,
             bool(options and options.include_usage),
+            part,
         ),
     )
 
@@ -145,6 +164,12 @@ def _sampling(
         "n": wire.n,
         "min_tokens": wire.min_tokens,
         "ignore_eos": wire.ignore_eos,
+        "min_p": wire.min_p,
+        "repetition_penalty": wire.repetition_penalty,
+        "presence_penalty": wire.presence_penalty,
+        "frequency_penalty": wire.frequency_penalty,
+        "logit_bias": _read_bias(wire.logit_bias or {}),
+        "prompt_logprobs": wire.prompt_logprobs,
         "stop_ids": None if wire.stop_token_ids is None else tuple(wire.stop_token_ids),
     }
     values = {name: value for name, value in given.items() if value is not None}
@@ -152,12 +177,16 @@ def _sampling(
     problem = (sampling.problem() or "").replace("stop_ids", "stop_token_ids")
     if problem:
         raise ApiError(400, problem, param=problem.split()[0])
-    stops = wire.stop_strings()
-    if len(stops) > _MAX_STOP:
+    stop = wire.stop_strings()
+    if len(stop) > _MAX_STOP:
         raise ApiError(400, f"at most {_MAX_STOP} stop strings", param="stop")
-    if sum(map(len, stops)) > _MAX_STOP_CHARS:
+    if sum(map(len, stop)) > _MAX_STOP_CHARS:
         words = f"stop strings of at most {_MAX_STOP_CHARS} characters together"
         raise ApiError(400, words, param="stop")
+    if "" in stop:
+        raise ApiError(400, "a stop string must not be empty", param="stop")
+    if wire.stream and wire.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if max_tokens > _MAX_INT:
         raise ApiError(400, f"max_tokens must be at most {_MAX_INT}", param="max_tokens")
     if any(token_id > _MAX_INT for token_id in sampling.stop_ids):
@@ -165,6 +194,16 @@ def _sampling(
     if len(sampling.stop_ids) > _MAX_STOP_IDS:
         raise ApiError(400, f"at most {_MAX_STOP_IDS} stop_token_ids", param="stop_token_ids")
     return sampling
+
+
+def _read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """JSON's keys are strings: token ids in decimal."""
+    if len(bias) > MAX_IDS:
+        raise ApiError(400, f"logit_bias may hold {MAX_IDS} tokens", param="logit_bias")
+    for key in bias:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,8}", key, re.ASCII):
+            raise ApiError(400, f"logit_bias: {key!r:.40} is no token id", param="logit_bias")
+    return tuple((int(key), by) for key, by in bias.items())
 
 
 async def _tokenize(size: int, encode: Any, value: Any, param: str) -> list[int]:

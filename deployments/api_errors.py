@@ -3,6 +3,7 @@
 The one table from error code to HTTP status is here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model_runner.request import ErrorCode
@@ -93,6 +94,17 @@ def model_not_found(name: str) -> ApiError:
         f"The model `{name:.200}` does not exist or you do not have access to it.",
         param="model",
         code="model_not_found",
+    )
+
+
+def ambiguous_model(name: str, full_names: Sequence[str]) -> ApiError:
+    """A name that the tenant has under several bases."""
+    choices = ", ".join(f"`{full}`" for full in full_names)
+    return ApiError(
+        400,
+        f"The model `{name:.200}` is there for several base models: ask for one of {choices}.",
+        param="model",
+        code="ambiguous_model",
     )
 
 

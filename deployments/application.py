@@ -7,45 +7,41 @@ RAY_SERVE_THROUGHPUT_OPTIMIZED=1
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards
 """
 
+import logging
 import os
 import secrets
+import time
 from hashlib import sha256
 
-from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application, Deployment
 
 from deployments.config import (
-    DEFAULT_CONFIG,
     ConfigError,
     HttpSettings,
     ModelSettings,
     ServiceConfig,
-    load_config,
 )
 from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.request_router import PlacementRequestRouter
 from deployments.router import Router
+from deployments.short_form import AppArgs
 
 ROUTING_STATS_PERIOD_S = 1.0
+_log = logging.getLogger("ray.serve")
+_APP = "default"
+_STATUS_PERIOD_S = 0.2
 _QUIET = {"enable_access_log": False}
 
 
-class AppArgs(BaseModel):
-    """Arguments of `serve run deployments:app config=FILE`. Without: the demo, see default.yaml."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    config: str = str(DEFAULT_CONFIG)
-
-
 def app(args: AppArgs) -> Application:
-    """The application that a configuration file describes; Ray Serve calls this.
+    """The application that the arguments of `serve run` describe; Ray Serve calls this.
 
     Errors: ConfigError, also for an `http` address: `serve run` has opened its own by now.
     """
-    config = load_config(args.config)
+    config = args.service_config()
     if config.http != HttpSettings():
         raise ConfigError(
             f"{args.config}: http: `serve run` listens on 127.0.0.1:8000 whatever this says; leave "
@@ -62,6 +58,7 @@ def build(config: ServiceConfig) -> Application:
     for model in config.models:
         if not os.path.isfile(os.path.join(model.path, "config.json")):
             raise ConfigError(f"models: {model.name}: {model.path} holds no config.json")
+        model.sampling_defaults()  # told of now, not by an ingress that cannot start
     router = _router(config)
     replicas = {model.name: _replica(config, model, router) for model in config.models}
     settings = config.ingress
@@ -83,10 +80,30 @@ def build(config: ServiceConfig) -> Application:
 def start(config: ServiceConfig) -> None:
     """Start Serve where the configuration says, with its application;
 
-    Ray must be running. Returns when it is ready.
+    Ray must be running. Returns when it is ready. A model that cannot be started does not end
+    those that could: they are served, and /ready names it.
+    Errors: RuntimeError if no model could be started.
     """
     serve.start(http_options={"host": config.http.host, "port": config.http.port})
-    serve.run(build(config), route_prefix="/")
+    try:
+        serve.run(build(config), name=_APP, route_prefix="/")
+    except RuntimeError as exc:
+        models = {_replica_name(model) for model in config.models}
+        if not _failed_deployments() < models:
+            raise
+        _log.error("%s The other base models are served.", exc)
+
+
+def _failed_deployments() -> set[str]:
+    """What Serve gave up, once it has decided that of all deployments."""
+    while True:
+        states = {
+            name: deployment.status.value
+            for name, deployment in serve.status().applications[_APP].deployments.items()
+        }
+        if "UPDATING" not in states.values():
+            return {name for name, state in states.items() if state != "HEALTHY"}
+        time.sleep(_STATUS_PERIOD_S)
 
 
 def _router(config: ServiceConfig) -> Application:
@@ -105,7 +122,7 @@ def _router(config: ServiceConfig) -> Application:
 
 def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -> Application:
     replica: Deployment = serve.deployment(Replica).options(
-        name=f"Replica-{model.name.replace('/', '-')}",
+        name=_replica_name(model),
         num_replicas=model.num_replicas,
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         max_ongoing_requests=model.max_ongoing_requests,
@@ -123,6 +140,10 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
     )
     gap_s = config.ingress.min_chunk_gap_ms / 1000
     return replica.bind(model, config.adapters, _host_cache_dir(config), gap_s, router)
+
+
+def _replica_name(model: ModelSettings) -> str:
+    return f"Replica-{model.name.replace('/', '-')}"
 
 
 def _host_cache_dir(config: ServiceConfig) -> str:

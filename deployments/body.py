@@ -167,11 +167,11 @@ def check_length(
     for text in texts:
         for begin in range(0, len(text), _PIECE_CHARS):
             count += max(0, len(encode(text[begin : begin + _PIECE_CHARS])) - _PIECE_SLACK)
-            if count >= longest:
+            if count > longest:
                 raise prompt_too_long(f"more than {count}", longest)
 
 
 def prompt_too_long(count: int | str, longest: int) -> ApiError:
     """What is said of a prompt that no replica can hold."""
-    words = f"the prompt has {count} tokens, and this model takes fewer than {longest}"
+    words = f"the prompt has {count} tokens, and this model takes {longest} at most"
     return engine_error(ErrorCode.PROMPT_TOO_LONG, words)

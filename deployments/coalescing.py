@@ -72,6 +72,7 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
                 output,
                 new_token_ids=before.new_token_ids + output.new_token_ids,
                 logprobs=before.logprobs + output.logprobs,
+                prompt_logprobs=before.prompt_logprobs + output.prompt_logprobs,
             )
         joined[output.index] = output
     return list(joined.values())

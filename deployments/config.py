@@ -4,7 +4,6 @@ What it says is never changed later. No Ray here.
 """
 
 import os
-import posixpath
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -21,16 +19,15 @@ from pydantic import (
     model_validator,
 )
 
-from adapter_store.ref import AdapterRef
+from deployments.generation_defaults import read_generation_defaults
 from deployments.placement.registry import POLICIES
-from deployments.tenants import TenantConfig, TenantLimits, key_digest
+from deployments.tenant_settings import STRICT, TenantSettings, doubles, tenant_problems
+from deployments.tenants import TenantConfig
 from model_runner.config import EngineConfig
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
-_ENGINE_KEYS = {field.name for field in fields(EngineConfig)} - {"model", "load_format"}
-_DIGEST = "sha256:"
+ENGINE_KEYS = {field.name for field in fields(EngineConfig)} - {"model", "load_format"}
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$"
-_ID = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 
 
 class ConfigError(ValueError):
@@ -38,11 +35,15 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 class ModelSettings(_Section):
-    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`."""
+    """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`.
+
+    generation_defaults  what a request leaves open is sampled as the model's generation_config.json
+                         says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
+    """
 
     name: str = Field(pattern=_NAME)
     path: str
@@ -54,21 +55,30 @@ class ModelSettings(_Section):
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
+    generation_defaults: bool = True
     spill_after_s: Annotated[float, Field(ge=0)] = 0.25
     graceful_shutdown_timeout_s: Annotated[float, Field(gt=0)] = 20
 
     @field_validator("engine")
     @classmethod
     def _known_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(value) - _ENGINE_KEYS)
+        unknown = sorted(set(value) - ENGINE_KEYS)
         if unknown:
             raise ValueError(f"unknown engine setting {unknown[0]!r}")
-        return value
+        typed = _ENGINE.validate_python({"model": ""} | value)
+        return {key: getattr(typed, key) for key in value}
 
     @model_validator(mode="after")
     def _engine_is_valid(self) -> Self:
         self.engine_config()
         return self
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """Fields of a request -> their defaults. Errors: ConfigError."""
+        try:
+            return read_generation_defaults(self.path) if self.generation_defaults else {}
+        except ValueError as exc:
+            raise ConfigError(f"models: {self.name}: {exc}") from None
 
     def engine_config(self, host_cache_dir: str = "") -> EngineConfig:
         """The engine's own settings; `host_cache_dir` stands in where the file names none."""
@@ -110,46 +120,6 @@ class AdapterSettings(_Section):
     root: str = ""
     s3: S3Settings = S3Settings()
     host_cache_dir: str = ""
-
-
-class AdapterEntry(_Section):
-    """One adapter of a tenant; in the file a plain uri will do. `base` "" = the first model."""
-
-    uri: str = Field(min_length=1)
-    base: str = ""
-    revision: str = ""
-
-
-class LimitSettings(_Section):
-    """Limits of one tenant, in one ingress."""
-
-    max_concurrent_requests: Annotated[int, Field(ge=1)] = 64
-
-
-class TenantSettings(_Section):
-    """One tenant. `api_keys` are plain or `sha256:<hex>`; only digests stay in memory."""
-
-    tenant_id: str = Field(pattern=_ID)
-    api_keys: tuple[str, ...] = ()
-    adapters: dict[str, AdapterEntry] = {}
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    limits: LimitSettings = LimitSettings()
-    allowed_uris: tuple[str, ...] = ()
-    base_model_access: bool | None = None
-
-    @field_validator("api_keys", mode="before")
-    @classmethod
-    def _digest_keys(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-            raise ValueError("must be a list of strings")
-        return tuple(_key_digest(number, key) for number, key in enumerate(value))
-
-    @field_validator("adapters", mode="before")
-    @classmethod
-    def _plain_uris(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError("must map an adapter's name to its uri")
-        return {k: {"uri": v} if isinstance(v, str) else v for k, v in value.items()}
 
 
 class HttpSettings(_Section):
@@ -212,26 +182,8 @@ class ServiceConfig(_Section):
 
     def tenant_configs(self) -> tuple[TenantConfig, ...]:
         """The tenants in the form that the directory keeps."""
-        return tuple(self._tenant_config(tenant) for tenant in self.tenants)
-
-    def _tenant_config(self, tenant: TenantSettings) -> TenantConfig:
-        access = tenant.base_model_access
-        return TenantConfig(
-            tenant_id=tenant.tenant_id,
-            api_key_digests=tuple(key.removeprefix(_DIGEST) for key in tenant.api_keys),
-            adapters={
-                name: AdapterRef(
-                    adapter_id=f"{tenant.tenant_id}/{name}",
-                    uri=join_uri(self.adapters.root, entry.uri),
-                    revision=entry.revision,
-                    base=entry.base or self.models[0].name,
-                )
-                for name, entry in tenant.adapters.items()
-            },
-            weight=tenant.weight,
-            limits=TenantLimits(tenant.limits.max_concurrent_requests),
-            base_model_access=self.base_model_access if access is None else access,
-        )
+        first, root, access = self.models[0].name, self.adapters.root, self.base_model_access
+        return tuple(tenant.tenant_config(first, root, access) for tenant in self.tenants)
 
 
 _ENGINE = TypeAdapter(EngineConfig)
@@ -249,68 +201,32 @@ def load_config(path: str | Path = DEFAULT_CONFIG) -> ServiceConfig:
         raise ConfigError(f"{path}: {exc}") from exc
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of settings")
+    return make_config(values, str(path), path.parent)
+
+
+def make_config(values: dict[str, Any], source: str, folder: Path) -> ServiceConfig:
+    """The configuration that these settings are; relative folders are meant from `folder`.
+
+    Errors: ConfigError, which names the source and every key at fault.
+    """
     try:
         config = ServiceConfig.model_validate(values)
     except ValidationError as exc:
-        raise ConfigError(f"{path}: {_words(exc)}") from None
-    return _with_absolute_folders(config, path.parent)
-
-
-def join_uri(root: str, uri: str) -> str:
-    """A uri as the store reads it: below `root`, unless it has a scheme or is absolute."""
-    if "://" in uri or uri.startswith("/") or not root:
-        return uri
-    return f"{root.rstrip('/')}/{uri}"
+        raise ConfigError(f"{source}: {_words(exc)}") from None
+    return _with_absolute_folders(config, folder)
 
 
 def _problems(config: ServiceConfig) -> Iterator[str]:
     models = [model.name for model in config.models]
     # Seats and deployments are named after models, with a dash for a slash.
     plain = [name.replace("/", "-") for name in models]
-    yield from (f"models: {name!r} is there twice" for name in _doubles(plain))
-    tenants = [tenant.tenant_id for tenant in config.tenants]
-    yield from (f"tenants: {name!r} is there twice" for name in _doubles(tenants))
-    keys = [key for tenant in config.tenants for key in tenant.api_keys]
-    if _doubles(keys):
-        yield "tenants: two API keys are equal"
+    yield from (f"models: {name!r} is there twice" for name in doubles(plain))
     if config.placement_policy not in POLICIES:
         yield f"placement_policy: {config.placement_policy!r} is not one of {sorted(POLICIES)}"
     anonymous = config.ingress.anonymous_tenant
-    if anonymous and anonymous not in tenants:
+    if anonymous and anonymous not in {tenant.tenant_id for tenant in config.tenants}:
         yield f"ingress.anonymous_tenant: there is no tenant {anonymous!r}"
-    for tenant in config.tenants:
-        for name, entry in tenant.adapters.items():
-            where = f"tenants: {tenant.tenant_id}: adapter {name!r}"
-            if name in models or ":" in name or not name:
-                yield f"{where}: a name must not be a base model's, be empty or hold a colon"
-            if entry.base and entry.base not in models:
-                yield f"{where}: there is no base model {entry.base!r}"
-            uri = join_uri(config.adapters.root, entry.uri)
-            if not any(_inside(uri, p) for p in tenant.allowed_uris or (config.adapters.root,)):
-                yield f"{where}: {uri} is outside of what this tenant is allowed"
-
-
-def _inside(uri: str, prefix: str) -> bool:
-    """Whether a uri lies at or below a prefix, folder by folder; dots do not lead out of it."""
-    if not prefix:
-        return False
-    plain_uri, plain_prefix = (posixpath.normpath(value) for value in (uri, prefix))
-    return plain_uri == plain_prefix or plain_uri.startswith(plain_prefix.rstrip("/") + "/")
-
-
-def _doubles(values: list[str]) -> list[str]:
-    return sorted({value for value in values if values.count(value) > 1})
-
-
-def _key_digest(number: int, key: str) -> str:
-    if key.startswith(_DIGEST):
-        digest = key.removeprefix(_DIGEST).lower()
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise ValueError(f"key {number}: {_DIGEST} must be followed by 64 hex digits")
-        return _DIGEST + digest
-    if len(key) < 8:
-        raise ValueError(f"key {number} is shorter than 8 characters")
-    return _DIGEST + key_digest(key)
+    yield from tenant_problems(config.tenants, models, config.adapters.root)
 
 
 def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig:

@@ -21,6 +21,7 @@ from deployments.admission import Job, chat_job, completion_job
 from deployments.api_errors import (
     CLIENT_GONE_STATUS,
     ApiError,
+    ambiguous_model,
     engine_error,
     internal_error,
     model_not_found,
@@ -36,6 +37,7 @@ from deployments.body import (
     strings,
 )
 from deployments.config import ModelSettings, ServiceConfig
+from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
@@ -80,6 +82,7 @@ class Frontend:
             (t.tenant_id for t in tenants), config.max_metric_tenants
         )
         self._settings = {model.name: model for model in config.models}
+        self._defaults = {model.name: model.sampling_defaults() for model in config.models}
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
@@ -103,6 +106,7 @@ class Frontend:
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
         """Who asks. A trusted header, where there is one, beats the key, even an empty one.
 
+        Where no tenant has a key, none is looked at: clients send some word or other then.
         headers  by their names in lower case, each once.  Errors: ApiError 401.
         """
         settings = self.config.ingress
@@ -112,7 +116,7 @@ class Frontend:
         authorization = headers.get("authorization", "")
         if named is not None:
             tenant = self._directory.tenant(named)
-        elif authorization:
+        elif authorization and self._directory.has_keys:
             scheme, _, key = authorization.partition(" ")
             if scheme.lower() == "bearer":
                 tenant = self._directory.tenant_of_key(key.strip())
@@ -132,7 +136,7 @@ class Frontend:
         return ModelCard(
             id=name,
             created=self._started_at,
-            owned_by=tenant.tenant_id if target.adapter else "base",
+            owned_by=(target.owner or tenant).tenant_id if target.adapter else "base",
             parent=target.model if target.adapter else None,
         )
 
@@ -161,7 +165,9 @@ class Frontend:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(ChatRequest, body)
         target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         await self._check_size(body, target, wire.messages)
         default = self._settings[target.model].default_max_tokens
@@ -171,7 +177,9 @@ class Frontend:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(CompletionRequest, body)
         target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
         given = [wire.prompt] if isinstance(wire.prompt, str) else wire.prompt
         for prompt in given:
@@ -194,13 +202,15 @@ class Frontend:
         """
         longest = self._longest[job.target.model]
         for request in job.requests:
-            if longest is not None and len(request.token_ids) >= longest:
+            if longest is not None and len(request.token_ids) > longest:
                 raise prompt_too_long(len(request.token_ids), longest)
         return job
 
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
         target = self._directory.resolve(tenant, name)
         if target is None:
+            if full_names := self._directory.full_names(tenant, name):
+                raise ambiguous_model(name, full_names)
             raise model_not_found(name)
         return target
 
@@ -216,7 +226,8 @@ class Frontend:
         return Meter(
             self.log,
             self.traffic,
-            self._label(tenant.tenant_id),
+            self._label,
+            tenant.tenant_id,
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
@@ -250,6 +261,9 @@ class Frontend:
             async for index, output in outputs:
                 job.writer.collect(index, output)
         meter.finish(200)
+        if job.requests[0].sampling.prompt_logprobs is not None:
+            # One entry for each token of a prompt: seconds that other streams would wait.
+            return await asyncio.to_thread(job.writer.whole)
         return job.writer.whole()
 
     async def drop(self, outputs: Outputs, first: "asyncio.Task[Output]") -> None:

@@ -24,16 +24,23 @@ class _Times:
 class Meter:
     """What one HTTP request costs: made when it enters, finished once; later calls do nothing.
 
-    log, traffic  where it counts, traffic in tokens by adapter_id;  tenant  the label of who asks;
+    log, traffic  where it counts, traffic in tokens by adapter_id;  label  of a tenant's id;
+    tenant_id  who asks: the request may turn out to be another tenant's;
     leave  called once, when the request ends
     """
 
     def __init__(
-        self, log: metrics.MetricLog, traffic: Counter[str], tenant: str, leave: Callable[[], None]
+        self,
+        log: metrics.MetricLog,
+        traffic: Counter[str],
+        label: Callable[[str], str],
+        tenant_id: str,
+        leave: Callable[[], None],
     ) -> None:
         self._log = log
         self._traffic = traffic
-        self._tenant = tenant
+        self._label = label
+        self._tenant = label(tenant_id)
         self._leave = leave
         self._job: Job | None = None
         self._times = _Times(time.monotonic())
@@ -41,6 +48,7 @@ class Meter:
 
     def began(self, job: Job) -> None:
         self._job = job
+        self._tenant = self._label(job.requests[0].tenant_id)
 
     def _labels(self) -> tuple[str, str]:
         model = self._job.target.model if self._job else ""

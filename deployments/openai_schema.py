@@ -33,11 +33,6 @@ _NO_EFFECT = (
 """Fields that change no answer: accepted and left alone."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "logit_bias": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -76,6 +71,12 @@ class _GenerationRequest(_Wire):
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    prompt_logprobs: StrictInt | None = None
     seed: StrictInt | None = None
     n: StrictInt | None = None
     stop: StrictStr | Texts | None = None
@@ -110,9 +111,8 @@ class _GenerationRequest(_Wire):
         return None
 
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, none of them empty."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in stop if text)
+        """As many as came, empty ones too."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class ChatRequest(_GenerationRequest):
@@ -129,6 +129,8 @@ class CompletionRequest(_GenerationRequest):
 
     prompt: StrictStr | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | Texts
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    echo: StrictBool | None = None
+    best_of: StrictInt | None = None
 
 
 class _Answer(BaseModel):
@@ -162,6 +164,14 @@ class ChatLogprobs(_Answer):
     content: list[TokenLogprob]
 
 
+class PromptLogprob(_Answer):
+    """As vLLM writes it. rank  1 = nothing is better."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatMessage(_Answer):
     role: Literal["assistant"] = "assistant"
     content: str
@@ -183,12 +193,15 @@ class ChatAnswer(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class CompletionLogprobs(_Answer):
+    """A prompt's first token, in an echo, has null for its log-probabilities."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -198,6 +211,7 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class CompletionAnswer(_Answer):

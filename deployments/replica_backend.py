@@ -5,9 +5,14 @@ Not here: which one (request_router.py follows the placement), and what the outp
 
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+)
 from ray.serve.handle import DeploymentHandle
 
 from deployments.placement.view import Place
@@ -40,6 +45,10 @@ class ReplicaBackend:
             except BackPressureError as exc:
                 yield _failed(request, ErrorCode.OVERLOADED, exc.message)
                 return
+            except DeploymentUnavailableError:
+                words = "no replica of this base model could be started"
+                yield _failed(request, ErrorCode.ENGINE_DEAD, words)
+                return
             except _TROUBLE as exc:
                 _log.warning("request %s lost its replica: %s", request.request_id, exc)
                 if begun or last_try:
@@ -47,7 +56,8 @@ class ReplicaBackend:
                     yield _failed(request, ErrorCode.ENGINE_DEAD, words)
                     return
             finally:
-                messages.cancel()
+                with suppress(*_TROUBLE):  # it says again what it failed of
+                    messages.cancel()
 
     async def abort(self, request_id: str, index: int) -> None:
         """Said to every replica of the model: the others do not know the request and do nothing."""

@@ -8,9 +8,10 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deployments.answer_logprobs import LogprobSpeller, PromptEntries, PromptPart
 from deployments.api_errors import ApiError
 from deployments.openai_schema import (
     ChatAnswer,
@@ -21,8 +22,6 @@ from deployments.openai_schema import (
     CompletionChoice,
     CompletionLogprobs,
     PromptDetails,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from model_runner.request import TokenLogprobs
@@ -71,6 +70,7 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
 
@@ -78,6 +78,7 @@ class _Choice:
         self.text.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason and output.finish_reason.value
         self.stop_reason = output.stop_reason
 
@@ -89,13 +90,20 @@ class Writer:
     object = ""
 
     def __init__(
-        self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
+        self,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        include_usage: bool,
+        part: PromptPart,
     ) -> None:
         self.answer_id = f"{self.prefix}-{answer_id}"
         self.created = int(time.time())
         self.model = model
         self.tally = Tally()
-        self._tokenizer = tokenizer
+        self._speller = LogprobSpeller(tokenizer)
+        self._part = part
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._choices: dict[int, _Choice] = {}
@@ -130,10 +138,18 @@ class Writer:
             chunk["usage"] = usage
         return sse(chunk)
 
-    def _spell(self, token_id: int, logprob: float) -> TopLogprob:
-        raw = self._tokenizer.token_bytes(token_id)
-        text = raw.decode("utf-8", "replace")
-        return TopLogprob(token=text, logprob=_finite(logprob), bytes=list(raw))
+    def _prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
+        """Of the prompt of a choice: the first of its choices is told them."""
+        count = self._part.num_choices
+        return self._choices[index // count * count].prompt_logprobs
+
+    def _prompt_entries(self, index: int) -> PromptEntries | None:
+        """The field `prompt_logprobs` of a choice, where asked for."""
+        part = self._part
+        if part.num_told is None:
+            return None
+        ids = part.token_ids[index // part.num_choices]
+        return self._speller.prompt(ids, self._prompt_logprobs(index), part.num_told)
 
 
 class ChatWriter(Writer):
@@ -143,9 +159,15 @@ class ChatWriter(Writer):
     object = "chat.completion.chunk"
 
     def __init__(
-        self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
+        self,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        include_usage: bool,
+        part: PromptPart,
     ) -> None:
-        super().__init__(answer_id, model, tokenizer, logprobs, include_usage)
+        super().__init__(answer_id, model, tokenizer, logprobs, include_usage, part)
         self._begun: set[int] = set()
 
     def whole(self) -> bytes:
@@ -165,6 +187,7 @@ class ChatWriter(Writer):
             model=self.model,
             choices=choices,
             usage=self.tally.usage(),
+            prompt_logprobs=self._prompt_entries(0),
         )
         return answer.model_dump_json().encode()
 
@@ -191,21 +214,7 @@ class ChatWriter(Writer):
     def _lines(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> ChatLogprobs | None:
-        if not self._logprobs:
-            return None
-        content = []
-        for token_id, entry in zip(token_ids, logprobs, strict=False):
-            chosen = self._spell(token_id, entry.chosen)
-            top = [self._spell(other, value) for other, value in entry.top]
-            content.append(
-                TokenLogprob(
-                    token=chosen.token,
-                    logprob=chosen.logprob,
-                    bytes=chosen.bytes,
-                    top_logprobs=top,
-                )
-            )
-        return ChatLogprobs(content=content)
+        return self._speller.chat(token_ids, logprobs) if self._logprobs else None
 
 
 class CompletionWriter(Writer):
@@ -215,19 +224,26 @@ class CompletionWriter(Writer):
     object = "text_completion"
 
     def __init__(
-        self, answer_id: str, model: str, tokenizer: Tokenizer, logprobs: bool, include_usage: bool
+        self,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        include_usage: bool,
+        part: PromptPart,
     ) -> None:
-        super().__init__(answer_id, model, tokenizer, logprobs, include_usage)
+        super().__init__(answer_id, model, tokenizer, logprobs, include_usage, part)
         self._offsets: dict[int, int] = {}
 
     def whole(self) -> bytes:
         choices = [
             CompletionChoice(
                 index=index,
-                text="".join(choice.text),
-                logprobs=self._lines(index, choice.token_ids, choice.logprobs),
+                text=self._echo(index) + "".join(choice.text),
+                logprobs=self._all_lines(index, choice),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
+                prompt_logprobs=self._prompt_entries(index),
             )
             for index, choice in sorted(self._choices.items())
         ]
@@ -241,12 +257,16 @@ class CompletionWriter(Writer):
         return answer.model_dump_json().encode()
 
     def chunk(self, index: int, output: TextOutput) -> bytes:
+        text = output.text
+        if index not in self._offsets:
+            text = self._echo(index) + text
+            self._offsets[index] = 0
         lines = self._lines(index, output.token_ids, output.logprobs)
-        if not output.text and not output.finish_reason and not (lines and lines.tokens):
+        if not text and not output.finish_reason and not (lines and lines.tokens):
             return b""
         choice: dict[str, Any] = {
             "index": index,
-            "text": output.text,
+            "text": text,
             "logprobs": lines and lines.model_dump(),
             "finish_reason": output.finish_reason and output.finish_reason.value,
         }
@@ -259,18 +279,24 @@ class CompletionWriter(Writer):
     ) -> CompletionLogprobs | None:
         if not self._logprobs:
             return None
-        lines = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        offset = self._offsets.get(index, 0)
-        for token_id, entry in zip(token_ids, logprobs, strict=False):
-            chosen = self._spell(token_id, entry.chosen)
-            lines.tokens.append(chosen.token)
-            lines.token_logprobs.append(chosen.logprob)
-            top = [self._spell(other, value) for other, value in entry.top]
-            lines.top_logprobs.append({line.token: line.logprob for line in reversed(top)})
-            lines.text_offset.append(offset)
-            offset += len(chosen.token)
-        self._offsets[index] = offset
+        lines, self._offsets[index] = self._speller.completion(
+            token_ids, logprobs, self._offsets.get(index, 0)
+        )
         return lines
+
+    def _all_lines(self, index: int, choice: _Choice) -> CompletionLogprobs | None:
+        """Of a whole answer, its echo too."""
+        part = self._part
+        if part.num_echoed is None:
+            return self._lines(index, choice.token_ids, choice.logprobs)
+        top = part.num_echoed
+        told = [replace(e, top=e.top[:top]) for e in self._prompt_logprobs(index)]
+        ids = (*part.token_ids[index // part.num_choices], *choice.token_ids)
+        lines, _ = self._speller.completion(ids, [None, *told, *choice.logprobs])
+        return lines
+
+    def _echo(self, index: int) -> str:
+        return self._part.texts[index // self._part.num_choices] if self._part.texts else ""
 
 
 def sse(value: dict[str, Any]) -> bytes:
@@ -325,8 +351,3 @@ async def interleave(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes -9999 for what cannot happen."""
-    return max(logprob, -9999.0) if logprob == logprob else -9999.0

@@ -38,6 +38,7 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     sinks: Tensor | None = None,
     max_q: int,
     max_len: int,
@@ -50,7 +51,8 @@ def paged_attention(
              page_table [S, M] int32;  seq_lens [S] int32: keys of a row, this step's included;
              cu_q [S + 1] int32: row s owns the tokens cu_q[s] .. cu_q[s + 1] - 1, the last of them
              at position seq_lens[s] - 1;  sinks [Q] or None;  returns [T, Q, D], contiguous.
-    window   0: all keys; else a query sees itself and the window - 1 keys before it.
+    window   0: all keys; else a query sees itself and the window - 1 keys before it, or with
+             `chunked` those since the last position that is a multiple of the window (Llama 4).
     sinks    one more logit per head in the softmax's denominator (GPT-OSS).
     max_q, max_len  upper bounds of a row's queries and keys: host integers, for the launch alone.
              Under a captured graph max_len is the model's longest sequence; work follows seq_lens.
@@ -74,6 +76,7 @@ def paged_attention(
             cu_q,
             scale=scale,
             window=window,
+            chunked=chunked,
             sinks=sinks,
             max_q=max_q,
             max_len=max_len,
@@ -91,7 +94,7 @@ def paged_attention(
     fresh = torch.zeros if max_q > 1 else torch.empty
     out = fresh(num_tokens, num_q, dim, dtype=q.dtype, device=q.device)  # [T, Q, D]
     if num_tokens and num_rows:
-        args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window)
+        args = (q, k_cache, v_cache, page_table, seq_lens, cu_q, sinks, out, scale, window, chunked)
         if max_q > 1:
             prefill(*args)
         decode(*args, max_len, settled)
@@ -108,6 +111,7 @@ def paged_attention_reference(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     sinks: Tensor | None = None,
     max_q: int,
     max_len: int,
@@ -130,7 +134,15 @@ def paged_attention_reference(
         elif num_queries > 1 and length > 0:
             first, last = bounds[row], bounds[row + 1]
             out[first:last] = _attend_row(
-                q[first:last], k_cache, v_cache, page_table[row], length, scale, window, sinks
+                q[first:last],
+                k_cache,
+                v_cache,
+                page_table[row],
+                length,
+                scale,
+                window,
+                chunked,
+                sinks,
             )
     if single:
         whole = len(single) == q.shape[0] == len(lens)
@@ -145,12 +157,20 @@ def paged_attention_reference(
             [lens[row] for row in single],
             scale,
             window,
+            chunked,
             sinks,
         )
         if tokens is None:
             return values
         out[tokens] = values
     return out
+
+
+def _first_key(position: int, window: int, chunked: bool) -> int:
+    """The first key that a query at `position` sees."""
+    if not window:
+        return 0
+    return position // window * window if chunked else max(0, position - window + 1)
 
 
 def _attend_single(
@@ -161,12 +181,13 @@ def _attend_single(
     lens: Sequence[int],
     scale: float,
     window: int,
+    chunked: bool,
     sinks: Tensor | None,
 ) -> Tensor:
     """One query [S, Q, D] per row of `table`, every row with at least one key."""
     num_rows, num_q, dim = q.shape
     page, num_kv = k_cache.shape[1], k_cache.shape[2]
-    starts = [max(0, length - window) if window else 0 for length in lens]
+    starts = [_first_key(length - 1, window, chunked) for length in lens]
     counts = [length - start for length, start in zip(lens, starts, strict=True)]
     longest = max(counts)
     ragged = min(counts) < longest
@@ -216,6 +237,7 @@ def _attend_row(
     length: int,
     scale: float,
     window: int,
+    chunked: bool,
     sinks: Tensor | None,
 ) -> Tensor:
     """The queries [n, Q, D] of one row, the last at position length - 1."""
@@ -223,7 +245,7 @@ def _attend_row(
     page, num_kv = k_cache.shape[1], k_cache.shape[2]
     per_kv = num_q // num_kv
     start = length - num_queries  # position of the first query
-    low = max(0, start - window + 1) if window else 0
+    low = _first_key(start, window, chunked)
     pos = torch.arange(low, length, device=q.device)  # [L]
     place = pages[pos // page].long() * page + pos % page  # [L]
     # Head-major, and in memory: a strided operand would send each product to a copy of its own.
@@ -234,14 +256,17 @@ def _attend_row(
     for first in range(0, num_queries, step):
         some = min(step, num_queries - first)
         here = start + first  # position of this part's first query
-        begin = max(0, here - window + 1) - low if window else 0
+        begin = _first_key(here, window, chunked) - low
         end = here + some - low
         part = q[first : first + some].view(some, num_kv, per_kv, dim)  # [n, G, Q/G, D]
         part = part.permute(1, 2, 0, 3).reshape(num_kv, per_kv * some, dim)  # [G, Q/G n, D]
         scores = torch.bmm(part, k[:, begin:end].transpose(1, 2)).mul_(scale)  # [G, Q/G n, L]
-        ahead = pos[begin:end][None, :] - torch.arange(here, here + some, device=q.device)[:, None]
+        at = torch.arange(here, here + some, device=q.device)[:, None]  # [n, 1]
+        ahead = pos[begin:end][None, :] - at  # [n, L]
         hidden = ahead > 0  # [n, L]
-        if window:
+        if window and chunked:
+            hidden |= pos[begin:end][None, :] < at // window * window
+        elif window:
             hidden |= ahead <= -window
         scores = scores.view(num_q, some, end - begin)  # [Q, n, L]
         scores = scores.masked_fill_(hidden, float("-inf"))
@@ -273,6 +298,7 @@ def make_case(
     *,
     page: int = 16,
     window: int = 0,
+    chunked: bool = False,
     sinks: bool = False,
     spare: int = 0,
     poison: float = float("nan"),
@@ -298,7 +324,7 @@ def make_case(
         )  # [2, P C, G, D]
         taken = 0
         for row, (num_queries, length) in enumerate(rows):
-            low = max(0, length - num_queries - window + 1) if window else 0
+            low = _first_key(length - num_queries, window, chunked) if length else 0
             table[row, : num_pages[row]] = order[taken : taken + num_pages[row]].int()
             taken += num_pages[row]
             pos = torch.arange(low, length, device=device)  # [L]
@@ -321,6 +347,7 @@ def make_case(
             "cu_q": ends.int().to(device),
             "scale": dim**-0.5,
             "window": window,
+            "chunked": chunked,
             "sinks": torch.randn(num_q, generator=draw, device=device).to(dtype) if sinks else None,
             "max_q": max(counts),
             "max_len": max_len or int(lens.max()),
@@ -339,11 +366,13 @@ def _cases() -> Iterable[Case]:
     yield make_case("decode_d64", ragged, 6, 2, 64, spare=2)
     yield make_case("decode_d128_sinks", ragged, 4, 4, 128, sinks=True)
     yield make_case("decode_window", ragged, 5, 1, 24, window=20, sinks=True)
+    yield make_case("decode_chunked", ragged, 5, 1, 24, window=20, chunked=True)
     yield make_case("decode_captured", ragged, 4, 2, 64, max_len=4096, spare=7)
     yield make_case("decode_large", ragged, 4, 2, 64, sinks=True, poison=1e4)
     yield make_case("prefill_one", ((9, 9),), 4, 2, 32)
     yield make_case("mixed_d64", mixed, 6, 2, 64, spare=3)
     yield make_case("mixed_window_sinks", mixed, 5, 1, 24, window=6, sinks=True)
+    yield make_case("mixed_chunked", mixed, 5, 1, 24, window=12, chunked=True)
     yield make_case("mixed_large", mixed, 4, 4, 128, poison=-1e4)
     # Sizes of service: GPT-OSS-20B (Q 64, G 8, D 64) and Qwen3-30B-A3B (Q 32, G 4, D 128).
     for num_rows, length in ((1, 8192), (8, 2048), (32, 2048), (64, 2048)):
@@ -382,6 +411,7 @@ def _shape_constexprs(num_q: int, num_kv: int, dim: int, window: int, sinks: boo
         "Q": num_q,
         "D": dim,
         "WINDOW": window,
+        "CHUNKED": False,
         "HAS_SINKS": sinks,
         "BLOCK_D": dim,
     }
@@ -474,13 +504,13 @@ def _aot() -> Iterable[AotSpec]:
 def _visible(inputs: Inputs) -> list[tuple[int, int, int]]:
     """(queries, keys that some query sees, pairs of query and key) of each row."""
     bounds, lens = inputs["cu_q"].tolist(), inputs["seq_lens"].tolist()
-    window = inputs["window"]
+    window, chunked = inputs["window"], inputs["chunked"]
     rows = []
     for row, length in enumerate(lens):
         count = bounds[row + 1] - bounds[row]
-        ends = range(length - count + 1, length + 1)
-        pairs = sum(min(end, window) if window else end for end in ends)
-        rows.append((count, min(length, count + window - 1) if window else length, pairs))
+        first = length - count  # position of the first query
+        pairs = sum(at + 1 - _first_key(at, window, chunked) for at in range(first, length))
+        rows.append((count, length - _first_key(first, window, chunked) if count else 0, pairs))
     return rows
 
 

@@ -61,6 +61,7 @@ def decode(
     out: Tensor,
     scale: float,
     window: int,
+    chunked: bool,
     max_len: int,
     settled: bool,
 ) -> None:
@@ -103,6 +104,7 @@ def decode(
         D=dim,
         C=k_cache.shape[1],
         WINDOW=window,
+        CHUNKED=chunked,
         HAS_SINKS=sinks is not None,
         SPLIT=num_splits > 1,
         BLOCK_H=max(16, triton.next_power_of_2(num_q // num_kv)),
@@ -128,6 +130,7 @@ def decode(
             Q=num_q,
             D=dim,
             WINDOW=window,
+            CHUNKED=chunked,
             HAS_SINKS=sinks is not None,
             BLOCK_N=DECODE_N,
             BLOCK_D=block_d,
@@ -151,6 +154,7 @@ def prefill(
     out: Tensor,
     scale: float,
     window: int,
+    chunked: bool,
 ) -> None:
     """Rows of several queries: blocks of query tokens, all heads of one kv head in a tile."""
     num_tokens, num_q, dim = q.shape
@@ -179,6 +183,7 @@ def prefill(
         D=dim,
         C=k_cache.shape[1],
         WINDOW=window,
+        CHUNKED=chunked,
         HAS_SINKS=sinks is not None,
         HEADS=heads,
         BLOCK_M=block_m,
@@ -201,6 +206,17 @@ def prefill_tile(heads: int, wide: bool) -> tuple[int, int]:
 def _blocks_per_split(num_keys, num_splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
     """The one place that says how a row's keys are split: both decode kernels ask here."""
     return tl.maximum(MIN_BLOCKS, tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits))
+
+
+@triton.jit
+def _first_key(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first key that a query at `position` sees."""
+    if WINDOW == 0:
+        return position * 0
+    elif CHUNKED:
+        return tl.maximum(position, 0) // WINDOW * WINDOW
+    else:
+        return tl.maximum(0, position - WINDOW + 1)
 
 
 @triton.jit
@@ -279,6 +295,7 @@ def decode_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -317,9 +334,7 @@ def decode_kernel(
             tl.store(out + token.to(tl.int64) * (Q * D) + tile, zero.to(dtype), mask=live)
     if num_queries != 1:
         return
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(0, seq_len - WINDOW)
+    low = _first_key(seq_len - 1, WINDOW, CHUNKED)
     num_keys = seq_len - low
     size = _blocks_per_split(num_keys, num_splits, BLOCK_N, MIN_BLOCKS) * BLOCK_N
     begin = low + split * size
@@ -365,6 +380,7 @@ def combine_kernel(
     Q: tl.constexpr,
     D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -382,8 +398,7 @@ def combine_kernel(
     token = tl.load(cu_q + row)
     num_queries = tl.load(cu_q + row + 1) - token
     num_keys = tl.load(seq_lens + row)
-    if WINDOW > 0:
-        num_keys = tl.minimum(num_keys, WINDOW)
+    num_keys -= _first_key(num_keys - 1, WINDOW, CHUNKED)
     if OVERLAP:
         gdc_wait()
     if (num_queries != 1) | (num_keys <= 0):
@@ -436,6 +451,7 @@ def prefill_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -472,9 +488,7 @@ def prefill_kernel(
     tile = ((g * per_kv + head) * D)[:, None] + dim[None, :]  # [BLOCK_M, BLOCK_D]
     queries = tl.load(q + (token * q_stride)[:, None] + tile, mask=live, other=0.0)
     at = seq_len - num_queries + query  # [BLOCK_M]: position of each query
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(0, seq_len - num_queries + skip - WINDOW + 1)
+    begin = _first_key(seq_len - num_queries + skip, WINDOW, CHUNKED)
     end = tl.minimum(seq_len, seq_len - num_queries + skip + tokens)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
@@ -489,7 +503,9 @@ def prefill_kernel(
         k, v = _load_keys(k_cache, v_cache, table, pos, end, g, G, D, C, BLOCK_D)
         ahead = pos[None, :] - at[:, None]  # [BLOCK_M, BLOCK_N]
         seen = (ahead <= 0) & (pos < end)[None, :]  # [BLOCK_M, BLOCK_N]
-        if WINDOW > 0:
+        if WINDOW > 0 and CHUNKED:
+            seen &= pos[None, :] >= (at // WINDOW * WINDOW)[:, None]
+        elif WINDOW > 0:
             seen &= ahead > -WINDOW
         acc, top, total = _fold(queries, k, v, seen, acc, top, total, scale, UPCAST)
     value = acc / total[:, None]  # [BLOCK_M, BLOCK_D]; lanes of no query are not stored

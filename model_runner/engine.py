@@ -60,6 +60,7 @@ class Engine:
         self._gone: dict[str, set[int]] = {}  # of these, the sequences that were aborted since
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # of prompts, as far as they have come
         self._outputs: list[RequestOutput] = []
         self._pending: PendingStep | None = None
         self._ids = itertools.count()
@@ -161,6 +162,10 @@ class Engine:
         if due is not None:
             tokens, logprobs = due.wait()
             self._counts["sampled"] += len(tokens)
+            for row, found in due.read_prompts() if due.batch.prompt_scores else ():
+                seq_id = due.batch.seq_ids[row]
+                if seq_id in self._scores:  # else it has ended
+                    self._scores[seq_id] += found
             for update in self.scheduler.commit(due.batch, tokens):
                 self._tell(update, logprobs)
         for update in self.scheduler.take_failures():
@@ -182,6 +187,7 @@ class Engine:
                 c = found.setdefault((o.request_id, o.index), Completion(o.request_id, o.index))
                 c.token_ids += o.new_token_ids
                 c.logprobs += o.logprobs
+                c.prompt_logprobs += o.prompt_logprobs
                 c.num_cached_tokens = o.num_cached_tokens
                 if o.finish_reason is not None:
                     c.finish_reason, c.error_code, c.error = o.finish_reason, o.error_code, o.error
@@ -293,7 +299,7 @@ class Engine:
             return fault
         if s.mask and s.mask not in self.masks:
             return ErrorCode.BAD_REQUEST, f"unknown mask {s.mask!r:.60}"
-        num_tokens = len(request.token_ids) + s.max_tokens
+        num_tokens = len(request.token_ids) + max(1, s.max_tokens)
         if not self.scheduler.fits(min(num_tokens, self.max_len)):
             return ErrorCode.PROMPT_TOO_LONG, f"{num_tokens} tokens do not fit into the KV memory"
         if request.adapter is not None and not self.config.max_loras:
@@ -334,6 +340,8 @@ class Engine:
             self._lives[request.request_id].append(life)
             if request.request_id in self._score_sinks:
                 self._sinks[life.seq_id] = self._score_sinks[request.request_id]
+            if request.sampling.prompt_logprobs is not None:
+                self._scores[life.seq_id] = []
             self.scheduler.add(life)
         self._gone.pop(request.request_id, None)
 
@@ -359,7 +367,10 @@ class Engine:
             self._counts["delivered"] += 1
             self._by_tenant[life.request.tenant_id] += 1
             if update.finish_reason is None:
-                self._outputs.append(make_news(life, (token,), (found,) if found else ()))
+                scores = self._scores.pop(life.seq_id, ()) if self._scores else ()
+                logprob = (found,) if found else ()
+                news = make_news(life, (token,), logprob, prompt_logprobs=tuple(scores))
+                self._outputs.append(news)
                 return
             self._finish(life, update.finish_reason, (token,), (found,) if found else ())
             return
@@ -384,7 +395,8 @@ class Engine:
         error: tuple[ErrorCode, str] | None = None,
     ) -> None:
         self._finished[str(reason)] += 1
-        self._outputs.append(make_news(life, tokens, logprobs, reason, error))
+        scores = tuple(self._scores.pop(life.seq_id, ()))
+        self._outputs.append(make_news(life, tokens, logprobs, reason, error, scores))
         self._sinks.pop(life.seq_id, None)
         lives = self._lives[life.request.request_id]
         lives.remove(life)
@@ -409,8 +421,11 @@ class Engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         # As if the base model's rows changed seldom targets: their kernels are to be compiled too.
         self.arena.watched_slots.add(-1)
-        for number, length in enumerate(lengths):
-            self.generate([Request(f"warm-{number}", (1,) * length, sampling)])
+        # And once a row that is not plain.
+        general = dataclasses.replace(sampling, temperature=1.0, top_p=0.5, seed=1)
+        requests = [Request(f"warm-{i}", (1,) * n, sampling) for i, n in enumerate(lengths)]
+        for request in (*requests, Request("warm-general", (1,), general)):
+            self.generate([request])
         self.arena.watched_slots.discard(-1)
         self.pool.prefix_cache = cached
         self._counts.clear()

@@ -38,6 +38,9 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
             return ErrorCode.BAD_REQUEST, f"token id {i!r:.40} is not in 0..{vocab_size - 1}"
     if any(i >= vocab_size for i in s.stop_ids):
         return ErrorCode.BAD_REQUEST, f"stop_ids must be below {vocab_size}"
+    for i, _ in s.logit_bias:
+        if i >= vocab_size:
+            return ErrorCode.BAD_REQUEST, f"logit_bias: token id {i} is not in 0..{vocab_size - 1}"
     if not request.weight > 0:
         return ErrorCode.BAD_REQUEST, f"weight must be above 0, not {request.weight}"
     if len(ids) >= max_len:
@@ -66,6 +69,7 @@ def make_news(
     logprobs: tuple[TokenLogprobs, ...],
     reason: FinishReason | None = None,
     error: tuple[ErrorCode, str] | None = None,
+    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> RequestOutput:
     return RequestOutput(
         life.request.request_id,
@@ -78,6 +82,7 @@ def make_news(
         life.prompt_len,
         max(0, life.num_cached_tokens),
         life.num_output,
+        prompt_logprobs,
     )
 
 

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from adapter_store.ref import AdapterRef
 
+MAX_IDS = 1024  # of one logit_bias, and of one request's stop ids
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -33,17 +35,26 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """How tokens are drawn: bias, penalties, temperature, min_p, top_k, top_p, in this order.
 
-    temperature 0 is greedy. top_p in (0, 1]; top_k 0 = all. seed None: drawn once by the engine for
-    the request.
+    temperature 0 is greedy. top_p in (0, 1]; top_k 0 = all; min_p: tokens of less than min_p times
+    the best one's probability are left out. seed None: drawn once by the engine for the request.
+    repetition_penalty  r: logits above 0 of tokens in prompt or output are divided by r, others
+                        multiplied
+    presence_penalty, frequency_penalty  taken from the logits of tokens in the output: once, and
+                        once for each time
+    logit_bias  (token id, what is added to its logit), each id once
     stop_ids end the request (the id is delivered); min_tokens forbids them (and end-of-text) before
     that many;
     ignore_eos leaves out the model's own end-of-text ids. logprobs None = none, n = the chosen
-    token's and the n best.
+    token's and the n best. prompt_logprobs  the same of the prompt's tokens, all but its first,
+    told with the first token of sequence 0; its prompt then takes nothing from the prefix cache.
+    max_tokens 0: nothing but the prompt is computed, and no token told.
     n  number of sequences for one prompt; sequence i draws with (seed, i, position).
     mask  name of a token mask registered with the engine (`Engine.masks`), "" = none.
-    Errors: `problem()` says what is out of range, in words for the user.
+    Errors:  `problem()` says what is out of range, in words for the user.
+    Source:  presence and frequency: OpenAI's API reference. Repetition: CTRL, arXiv 1909.05858
+             (section 4.1); for logits below 0 as vLLM does it. min_p: arXiv 2407.01082.
     """
 
     temperature: float = 1.0
@@ -57,6 +68,12 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     mask: str = ""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
 
     def problem(self) -> str | None:
         """What is wrong with these values, or None. Types are checked too: JSON brings anything."""
@@ -68,23 +85,51 @@ class SamplingParams:
             ),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer in 0..2^31 - 1"),
+            ("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            (
+                "repetition_penalty",
+                _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+                "a number in [0.01, 100]",
+            ),
+            (
+                "presence_penalty",
+                _is_number(self.presence_penalty) and -2 <= self.presence_penalty <= 2,
+                "a number in [-2, 2]",
+            ),
+            (
+                "frequency_penalty",
+                _is_number(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
+                "a number in [-2, 2]",
+            ),
+            (
+                "logit_bias",
+                _is_bias(self.logit_bias),
+                f"at most {MAX_IDS} pairs of a token id, each once, and a number in [-100, 100]",
+            ),
             (
                 "seed",
                 self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
                 "a 64-bit integer",
             ),
-            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 0, "an integer >= 0"),
             ("min_tokens", _is_int(self.min_tokens) and self.min_tokens >= 0, "an integer >= 0"),
             (
                 "stop_ids",
                 isinstance(self.stop_ids, tuple)
+                and len(self.stop_ids) <= MAX_IDS
                 and all(_is_int(i) and i >= 0 for i in self.stop_ids),
-                "a tuple of token ids >= 0",
+                f"a tuple of at most {MAX_IDS} token ids >= 0",
             ),
             (
                 "logprobs",
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
                 "in 0..20",
+            ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None
+                or (_is_int(self.prompt_logprobs) and 0 <= self.prompt_logprobs <= 20),
+                "an integer in 0..20",
             ),
             ("n", _is_int(self.n) and 1 <= self.n <= 128, "an integer in 1..128"),
         )
@@ -116,13 +161,16 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's distribution before temperature and masks, at one position.
+    """Natural logarithms of the model's distribution, before everything of `SamplingParams`, at one
+    position.
 
-    chosen  of the token that was drawn;  top  the best ones, (token id, logprob), best first.
+    chosen  of the token that was drawn, or that stands in the prompt;  top  the best ones, (token
+            id, logprob), best first;  rank  how many tokens are better than the chosen one, and 1
     """
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,6 +181,7 @@ class RequestOutput:
     index  which of the n sequences;  num_prompt_tokens, num_cached_tokens (of the prompt, found in
            the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
+    prompt_logprobs  of the prompt's tokens from its second on, in the first output of sequence 0
     """
 
     request_id: str
@@ -145,6 +194,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
@@ -160,6 +210,7 @@ class Completion:
     error_code: ErrorCode | None = None
     error: str = ""
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def _is_int(value: object) -> bool:
@@ -168,3 +219,11 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_bias(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) > MAX_IDS:
+        return False
+    pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
+    ok = all(_is_int(i) and i >= 0 and _is_number(x) and -100 <= x <= 100 for i, x in pairs)
+    return ok and len(pairs) == len(value) == len({i for i, _ in pairs})

@@ -1,10 +1,12 @@
 """`serve-stdio`: one engine behind two pipes. One JSON object a line.
 
 In:   {"id", "adapter" (a name of --adapters, or null), "input_ids", "max_tokens", "temperature",
-      "top_p", "top_k", "seed", "ignore_eos", "stop_ids",
-      "min_tokens"}, {"cmd": "abort", "id"}, {"cmd": "stats"}, {"cmd": "quit"}
+      "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+      "logit_bias" (an object: token id -> bias), "seed", "ignore_eos", "stop_ids", "min_tokens",
+      "logprobs", "prompt_logprobs"}, {"cmd": "abort", "id"}, {"cmd": "stats"}, {"cmd": "quit"}
 Out:  {"ready": true, ...}, {"id", "token_ids" (new ones), "finish_reason" (null until the last),
-      "error"}, {"stats": {...}}
+      "error"; where asked for, "logprobs" and "prompt_logprobs": for each token [its own, its rank,
+      [[id, logprob], ...]]}, {"stats": {...}}
 Whoever measures owns clocks, prompts and concurrency.
 """
 
@@ -33,6 +35,12 @@ SAMPLING_FIELDS = (
     "max_tokens",
     "min_tokens",
     "ignore_eos",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "prompt_logprobs",
 )
 IDLE_WAIT_S = 0.2
 LOAD_POLL_S = 0.001
@@ -140,11 +148,13 @@ def _read_request(message: dict[str, Any], refs: dict[str, AdapterRef]) -> Reque
     adapter = message.get("adapter")
     if adapter is not None and adapter not in refs:
         raise ValueError(f"unknown adapter {adapter!r}")
-    known = {"id", "adapter", "input_ids", "stop_ids", *SAMPLING_FIELDS}
+    known = {"id", "adapter", "input_ids", "stop_ids", "logit_bias", *SAMPLING_FIELDS}
     if unknown := sorted(set(message) - known):
         raise ValueError(f"unknown fields {unknown}")
     fields = {name: message[name] for name in SAMPLING_FIELDS if message.get(name) is not None}
-    sampling = SamplingParams(**fields, stop_ids=tuple(message.get("stop_ids") or ()))
+    bias = tuple((int(key), by) for key, by in (message.get("logit_bias") or {}).items())
+    stop_ids = tuple(message.get("stop_ids") or ())
+    sampling = SamplingParams(**fields, stop_ids=stop_ids, logit_bias=bias)
     return Request(
         request_id=str(message["id"]),
         token_ids=tuple(message["input_ids"]),
@@ -154,12 +164,16 @@ def _read_request(message: dict[str, Any], refs: dict[str, AdapterRef]) -> Reque
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
-    return {
+    fields: dict[str, Any] = {
         "id": output.request_id,
         "token_ids": list(output.new_token_ids),
         "finish_reason": output.finish_reason,
         "error": output.error or None,
     }
+    for name in ("logprobs", "prompt_logprobs"):
+        if entries := getattr(output, name):
+            fields[name] = [(entry.chosen, entry.rank, entry.top) for entry in entries]
+    return fields
 
 
 def _write(out: IO[str], objects: list[dict[str, Any]]) -> None:

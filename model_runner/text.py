@@ -34,6 +34,7 @@ class TextOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class StopTable:
@@ -199,6 +200,7 @@ class TextEngine:
                 text="".join(part.text for part in parts),
                 token_ids=tuple(i for part in parts for i in part.token_ids),
                 logprobs=tuple(entry for part in parts for entry in part.logprobs),
+                prompt_logprobs=tuple(e for part in parts for e in part.prompt_logprobs),
             )
             for parts in pieces.values()
         ]
@@ -251,6 +253,7 @@ class _SequenceText:
             self._last or empty,
             new_token_ids=(),
             logprobs=(),
+            prompt_logprobs=(),
             finish_reason=FinishReason.ERROR,
             error_code=ErrorCode.ENGINE_DEAD,
             error="the engine's stream ended before the answer did",
@@ -295,6 +298,7 @@ def _as_text(output: RequestOutput, text: str) -> TextOutput:
         num_prompt_tokens=output.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=output.num_output_tokens,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

@@ -56,50 +56,78 @@ def load_cases(expect: Expect | None = None, family: str | None = None) -> list[
 def golden_targets(model: Path) -> tuple[LoraTarget, ...]:
     """What a golden model can take, from its config alone."""
     c = json.loads((model / "config.json").read_text())
-    hidden, vocab, head = c["hidden_size"], c["vocab_size"], c["head_dim"]
-    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    experts = c.get("num_local_experts", 0)
-    is_gpt_oss = c["model_type"] == "gpt_oss"
+    hidden, vocab, kind = c["hidden_size"], c["vocab_size"], c["model_type"]
+    experts = c.get("n_routed_experts") or c.get("num_local_experts") or c.get("num_experts") or 0
+    mlp = "feed_forward" if kind == "llama4_text" else "mlp"
+    gate = {"gpt_oss": "router", "llama4_text": "router"}.get(kind, "gate")
+    first_dense = c.get("first_k_dense_replace", 0)
+    moe_layers = c.get("moe_layers") or range(first_dense, c["num_hidden_layers"])
+    wide = c.get("intermediate_size_mlp", c["intermediate_size"])
     inner = c.get("moe_intermediate_size", c["intermediate_size"])
+    shared = {"deepseek_v2": ("shared_experts", c.get("n_shared_experts", 0) * inner)}
+    shared["deepseek_v3"], shared["llama4_text"] = shared["deepseek_v2"], ("shared_expert", inner)
+
+    def dense(at: str, size: int) -> list[LoraTarget]:
+        return [
+            LoraTarget(at + "gate_proj", hidden, size),
+            LoraTarget(at + "up_proj", hidden, size),
+            LoraTarget(at + "down_proj", size, hidden),
+        ]
+
     found = [LoraTarget("model.embed_tokens", vocab, hidden, "embedding")]
     for n in range(c["num_hidden_layers"]):
         at = f"model.layers.{n}."
-        found += [
-            LoraTarget(at + "self_attn.q_proj", hidden, q),
-            LoraTarget(at + "self_attn.k_proj", hidden, kv),
-            LoraTarget(at + "self_attn.v_proj", hidden, kv),
-            LoraTarget(at + "self_attn.o_proj", q, hidden),
-        ]
-        if not experts:
-            found += [
-                LoraTarget(at + "mlp.gate_proj", hidden, inner),
-                LoraTarget(at + "mlp.up_proj", hidden, inner),
-                LoraTarget(at + "mlp.down_proj", inner, hidden),
-            ]
+        found += [LoraTarget(f"{at}self_attn.{name}", i, o) for name, i, o in _attention(c)]
+        if not experts or n not in moe_layers:
+            found += dense(f"{at}{mlp}.", wide)
             continue
-        found += [
-            LoraTarget(at + ("mlp.router" if is_gpt_oss else "mlp.gate"), hidden, experts),
-            LoraTarget(
-                at + "mlp.experts.gate_up_proj",
-                hidden,
-                2 * inner,
-                "experts",
-                experts,
-                ("gate_proj", "up_proj"),
-                interleaved=is_gpt_oss,
-                weight_is_in_out=is_gpt_oss,
-            ),
-            LoraTarget(
-                at + "mlp.experts.down_proj",
-                inner,
-                hidden,
-                "experts",
-                experts,
-                ("down_proj",),
-                weight_is_in_out=is_gpt_oss,
-            ),
-        ]
+        old = f"{at}block_sparse_moe." if kind == "mixtral" else ""
+        parts = (("w1", "w3"), ("w2",)) if old else (("gate_proj", "up_proj"), ("down_proj",))
+        in_out = kind in ("gpt_oss", "llama4_text")
+        found.append(
+            LoraTarget(f"{at}{mlp}.{gate}", hidden, experts, aliases=(f"{old}gate",) if old else ())
+        )
+        for name, i, o, part in (
+            ("gate_up_proj", hidden, 2 * inner, parts[0]),
+            ("down_proj", inner, hidden, parts[1]),
+        ):
+            found.append(
+                LoraTarget(
+                    f"{at}{mlp}.experts.{name}",
+                    i,
+                    o,
+                    "experts",
+                    experts,
+                    part,
+                    interleaved=kind == "gpt_oss" and len(part) == 2,
+                    weight_is_in_out=in_out,
+                    aliases=(f"{old}experts",) if old else (),
+                )
+            )
+        if kind in shared:
+            found += dense(f"{at}{mlp}.{shared[kind][0]}.", shared[kind][1])
     return (*found, LoraTarget("lm_head", hidden, vocab))
+
+
+def _attention(c: dict) -> list[tuple[str, int, int]]:
+    """(name, in, out) of one layer's projections."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    if "kv_lora_rank" not in c:
+        head = c.get("head_dim") or hidden // heads
+        q, kv = heads * head, c["num_key_value_heads"] * head
+        inputs = [("q_proj", hidden, q), ("k_proj", hidden, kv), ("v_proj", hidden, kv)]
+        return [*inputs, ("o_proj", q, hidden)]
+    rope, nope, latent = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["kv_lora_rank"]
+    q = heads * (rope + nope)
+    queries = [("q_proj", hidden, q)]
+    if c["q_lora_rank"]:
+        queries = [("q_a_proj", hidden, c["q_lora_rank"]), ("q_b_proj", c["q_lora_rank"], q)]
+    return [
+        *queries,
+        ("kv_a_proj_with_mqa", hidden, latent + rope),
+        ("kv_b_proj", latent, heads * (nope + c["v_head_dim"])),
+        ("o_proj", heads * c["v_head_dim"], hidden),
+    ]
 
 
 def _case(row: dict) -> GoldenCase:

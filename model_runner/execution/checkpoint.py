@@ -18,6 +18,8 @@ from model_runner.models.base import read_json
 # Deviations of RandomReader's values, by the end of the name.
 STDS = {"embed_tokens.weight": 8.0, "lm_head.weight": 0.01}
 OTHER_STD = 0.02
+# Rows and columns of a block of an fp8 checkpoint: the one size that is published.
+FP8_BLOCK = 128
 
 
 class CheckpointError(ValueError):
@@ -56,9 +58,27 @@ class SafetensorsReader:
                 f"{name} in {path.name} has shape {tuple(tensor.shape)}, the config wants {shape}"
             )
         wanted = dtype or self._dtype
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor = self._from_blocks(name, tensor)
         if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
             raise CheckpointError(f"{name} in {path.name} is {tensor.dtype}, not {wanted}")
         return tensor.to(self._device, wanted)
+
+    def _from_blocks(self, name: str, tensor: Tensor) -> Tensor:
+        """fp8 in square blocks, each with a scale -> fp32. Errors: CheckpointError without scales
+        or with another number of them."""
+        scale_name = f"{name}_scale_inv"
+        if scale_name not in self._file_of:
+            raise CheckpointError(f"{name} is fp8, and there is no {scale_name}")
+        scales = self._open(self._file_of[scale_name]).get_tensor(scale_name).float()
+        if tuple(scales.shape) != tuple(-(-size // FP8_BLOCK) for size in tensor.shape):
+            raise CheckpointError(
+                f"{scale_name} has shape {tuple(scales.shape)}, {name} {tuple(tensor.shape)} in "
+                f"blocks of {FP8_BLOCK}"
+            )
+        for axis, size in enumerate(tensor.shape):
+            scales = scales.repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
+        return tensor.float() * scales
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

@@ -5,7 +5,7 @@ depends on padded sizes alone:
 a captured graph has one plan, and its device views never move.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runner.execution.sampler import draw_uniform
+from model_runner.execution.uniform import draw_uniform
 from model_runner.scheduling.batch import SamplingRow, ScheduledBatch
 
 ALIGN_BYTES = 64  # of every column: Triton compiles apart for pointers that are not aligned
@@ -285,3 +285,22 @@ def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequen
             [row.index for _, row, _ in drawn],
             [p for _, _, p in drawn],
         )
+
+
+def upload(columns: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Columns [n] of one kind of row, as tensors on the device: one copy, for which nobody
+    waits."""
+    places, end = dict[str, int](), 0
+    for name, column in columns.items():
+        places[name], end = end, end + -(-column.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    flat = host.numpy()
+    for name, column in columns.items():
+        flat[places[name] : places[name] + column.nbytes] = column.view(np.uint8)
+    memory = host.to(device, non_blocking=True)
+    return {
+        name: memory[places[name] : places[name] + column.nbytes].view(
+            torch.from_numpy(column).dtype
+        )
+        for name, column in columns.items()
+    }

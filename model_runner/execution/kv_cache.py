@@ -34,7 +34,10 @@ class KvLayout:
 def plan_kv(config: ModelConfig) -> KvLayout:
     """The KV groups of a model, full attention first."""
     windows = sorted(set(config.windows))
-    groups = tuple(KvGroup("full" if w == 0 else f"window{w}", w) for w in windows)
+    kind = "chunks" if config.chunked else "window"
+    groups = tuple(
+        KvGroup(f"{kind}{w}", w, config.chunked) if w else KvGroup("full") for w in windows
+    )
     counts, tensors = [0] * len(windows), []
     group_of_layer = tuple(windows.index(w) for w in config.windows)
     for group in group_of_layer:
@@ -45,14 +48,7 @@ def plan_kv(config: ModelConfig) -> KvLayout:
 
 def page_bytes(config: ModelConfig, layout: KvLayout, page_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all tensors, keys and values."""
-    return (
-        2
-        * layout.num_tensors
-        * page_tokens
-        * config.num_kv_heads
-        * config.head_dim
-        * dtype.itemsize
-    )
+    return layout.num_tensors * page_tokens * config.kv_values * dtype.itemsize
 
 
 def allocate_kv(
@@ -63,11 +59,16 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The caches by layer: (k, v), each [P, C, G, D]. Layers of different groups share tensors.
+    """The caches by layer: (k, v), each [P, C, G, D]; of latent attention the latents
+    [P, C, R + Dr] twice. Layers of different groups share tensors.
 
     Zeroed: a page that nobody wrote yet may be read under a mask, and must not hold NaN by
     accident.
     """
+    if config.latent is not None:
+        size = (num_pages, page_tokens, config.kv_values)
+        latents = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_tensors)]
+        return tuple((latents[i], latents[i]) for i in layout.tensor_of_layer)
     shape = (num_pages, page_tokens, config.num_kv_heads, config.head_dim)
     tensors = [
         (

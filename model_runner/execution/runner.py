@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,15 +35,11 @@ from model_runner.execution.inputs import (
     fill_blank,
     fill_decode,
     fill_mixed,
-    fill_sampling,
+    upload,
 )
 from model_runner.execution.kv_cache import KvLayout
-from model_runner.execution.sampler import (
-    Sampled,
-    TokenMask,
-    is_plain,
-    sample,
-)
+from model_runner.execution.logprobs import SampledLogprobs, ScoredPrompt, copy_to_host
+from model_runner.execution.sampler import Asked, Sampler, TokenMask
 from model_runner.layers.context import ForwardContext, KvGroupContext
 from model_runner.models.decoder import Decoder
 from model_runner.request import TokenLogprobs
@@ -52,7 +50,20 @@ BUFFERS = (
 )
 # Positions whose logits are held at once when all of a prompt's are wanted.
 SCORE_ROWS = 1024
+# Logits that are held at once for the log-probabilities of a prompt.
+SCORE_LOGITS = 1 << 24
 ScoreSink = Callable[[int, Tensor], None]  # (first position, logits [tokens, V])
+
+
+class Wanted(NamedTuple):
+    """Query tokens [first, first + num_tokens) of a batch row whose logits go to a sink, `at_once`
+    in a part."""
+
+    row: int
+    first: int
+    num_tokens: int
+    at_once: int
+    sink: ScoreSink
 
 
 @dataclass
@@ -63,7 +74,8 @@ class PendingStep:
     batch: ScheduledBatch
     tokens: Tensor
     sample_rows: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] | None
+    logprobs: SampledLogprobs | None
+    prompts: tuple[ScoredPrompt, ...]
     event: "torch.cuda.Event | None"
 
     def wait(self) -> tuple[list[int], tuple[TokenLogprobs | None, ...] | None]:
@@ -71,14 +83,19 @@ class PendingStep:
         if self.event is not None:
             self.event.synchronize()
         tokens = self.tokens.tolist()
-        return [tokens[i] for i in self.sample_rows], self.logprobs
+        logprobs = None if self.logprobs is None else self.logprobs.read(len(self.sample_rows))
+        return [tokens[i] for i in self.sample_rows], logprobs
+
+    def read_prompts(self) -> list[tuple[int, tuple[TokenLogprobs, ...]]]:
+        """After `wait`: batch rows and the log-probabilities of their prompts' tokens, where
+        wanted."""
+        return [(prompt.row, prompt.read()) for prompt in self.prompts]
 
 
 class ModelRunner:
     """Runs one model on one device.
 
-    caches  by layer, see ForwardContext;  lora  None when the engine has no slots;  masks  token
-            masks by name
+    caches  by layer, see ForwardContext;  lora  None when the engine has no slots
     seldom_slots  slots whose adapter changes one of `Decoder.seldom_targets`; read at every launch,
                   None = any may
     """
@@ -99,7 +116,8 @@ class ModelRunner:
         deterministic: bool = False,
         seldom_slots: AbstractSet[int] | None = None,
     ) -> None:
-        self.model, self.device, self.masks = model, device, dict[str, TokenMask]()
+        self.model, self.device = model, device
+        self._sampler = Sampler(model.config.vocab_size, max_num_seqs, device)
         self._layout, self._caches, self._lora = layout, caches, lora
         self._page_tokens, self._max_len, self._deterministic = page_tokens, max_len, deterministic
         self._seldom_slots, self._seldom = seldom_slots, True
@@ -120,6 +138,11 @@ class ModelRunner:
             decode_sizes(max_num_seqs),
             mixed_sizes(max_step_tokens),
         )
+
+    @property
+    def masks(self) -> dict[str, TokenMask]:
+        """Token masks by name."""
+        return self._sampler.masks
 
     def warm_up(self) -> None:
         """Compile everything and capture every graph, so that no request pays for it. Does nothing
@@ -157,22 +180,28 @@ class ModelRunner:
         )
         sample_rows = tuple(s for s, row in enumerate(batch.samples) if row is not None)
         decode = all(count == 1 for count in batch.num_tokens)
-        key = self._find_graph(batch, decode) if not scored else None
-        if decode and not scored:
+        counts = batch.num_tokens
+        wanted = [Wanted(s, 0, counts[s], SCORE_ROWS, sink) for s, sink in (scored or {}).items()]
+        prompts = self._scored_prompts(batch, wanted) if batch.prompt_scores else ()
+        key = self._find_graph(batch, decode) if not wanted else None
+        if decode and not wanted:
             at = sample_rows
             logits, tokens = self._replay_decode(batch, key) if key else self._run_decode(batch)
         else:
             at = tuple(range(len(sample_rows)))
-            logits, tokens = self._run_mixed(batch, sample_rows, scored or {}, key)
-        rows = [row for row in batch.samples if row is not None]
+            logits, tokens = self._run_mixed(batch, sample_rows, wanted, key)
+        asked = [
+            Asked(i, s, at[i], row, batch.position(s), batch.seq_ids[s])
+            for i, s in enumerate(sample_rows)
+            if (row := batch.samples[s]) is not None and not row.is_plain
+        ]
         logprobs = None
-        if not is_plain(rows):
-            drawn = self._sample_general(batch, sample_rows, logits[list(at)])
-            tokens = tokens.clone()
-            tokens[list(at)] = drawn.tokens
-            self._previous[list(sample_rows)] = drawn.tokens
+        if asked:
+            drawn = self._sampler.draw(asked, batch.histories, logits)
+            tokens = tokens.index_copy(0, drawn.logit_rows, drawn.tokens)
+            self._previous.index_copy_(0, drawn.batch_rows, drawn.tokens)
             logprobs = drawn.logprobs
-        return PendingStep(batch, *self._read_back(tokens, at), logprobs, self._record())
+        return PendingStep(batch, copy_to_host(tokens), at, logprobs, prompts, self._record())
 
     def distinct_experts(self) -> float:
         """Mean over MoE layers and decode steps of the experts hit, since the last call; 0 if there
@@ -213,14 +242,15 @@ class ModelRunner:
         self,
         batch: ScheduledBatch,
         sample_rows: Sequence[int],
-        scored: dict[int, ScoreSink],
+        wanted: Sequence[Wanted],
         key: GraphKey | None,
     ) -> tuple[Tensor, Tensor]:
         counts = batch.num_tokens
         ends = list(itertools.accumulate(counts))
         logit_rows = [ends[s] - 1 for s in sample_rows]
-        for s in scored:
-            logit_rows += range(ends[s] - counts[s], ends[s])
+        for s, first, count, _, _ in wanted:
+            start = ends[s] - counts[s] + first
+            logit_rows += range(start, start + count)
         if key is not None and self._graphs is not None:
             buffer = self._ring_buffer(self._shape_of(key))
             self._fill_mixed(buffer, batch, logit_rows, sample_rows)
@@ -230,9 +260,10 @@ class ModelRunner:
         shape = StepShape(len(counts), ends[-1], len(logit_rows), columns, len(self._layout.groups))
         buffer = self._host_buffer(shape)
         self._fill_mixed(buffer, batch, logit_rows, sample_rows)
-        wanted = [(batch.starts[s], counts[s], sink) for s, sink in scored.items()]
+        # With positions for query tokens.
+        placed = [w._replace(first=batch.starts[w.row] + w.first) for w in wanted]
         num_samples = len(sample_rows)
-        return self._mixed_step(self._upload(buffer), shape, max_len, num_samples, wanted)
+        return self._mixed_step(self._upload(buffer), shape, max_len, num_samples, placed)
 
     def _fill_mixed(
         self,
@@ -249,24 +280,24 @@ class ModelRunner:
         shape: StepShape,
         max_len: int = 0,
         num_samples: int | None = None,
-        scored: Sequence[tuple[int, int, ScoreSink]] = (),
+        wanted: Sequence[Wanted] = (),
     ) -> tuple[Tensor, Tensor]:
         """One step with prompt chunks over device columns; what a graph captures. Gives logits
         [n, V] and tokens [n] of the first n = `num_samples` logit rows (default: all).
 
-        scored  (first position, tokens, sink): whose logit rows follow those, in this order. Their
-                logits go out part by part: all at once they could be larger than the model
+        wanted  whose logit rows follow those, in this order; `first` is a position. Their logits go
+                out part by part: all at once they could be larger than the model
         """
         ctx = self._context(views, shape.tokens, max_len or self._max_len)
         n = shape.logits if num_samples is None else num_samples
-        if scored:
+        if wanted:
             x = self.model.hidden(self._token_ids(views), ctx)  # [Z, H]
             logits = self._head(x, ctx, 0, n)  # [n, V]
             at = n
-            for start, count, sink in scored:
-                for done in range(0, count, SCORE_ROWS):
-                    end = at + min(done + SCORE_ROWS, count)
-                    sink(start + done, self._head(x, ctx, at + done, end))
+            for _, first, count, at_once, sink in wanted:
+                for done in range(0, count, at_once):
+                    end = at + min(done + at_once, count)
+                    sink(first + done, self._head(x, ctx, at + done, end))
                 at += count
         else:
             logits = self.model.forward(self._token_ids(views), ctx)  # [n, V]
@@ -355,22 +386,21 @@ class ModelRunner:
         seen = torch.zeros(layers, experts + 1, dtype=torch.int64, device=ids.device)  # [N, E + 1]
         self._hits += seen.scatter_(1, flat, 1)[:, :experts].sum()
 
-    def _sample_general(
-        self, batch: ScheduledBatch, sample_rows: Sequence[int], logits: Tensor
-    ) -> Sampled:
-        rows = [row for row in batch.samples if row is not None]
-        buffer = HostBuffer(StepShape(1, 1, len(rows), 1, 1), pinned=False)
-        fill_sampling(buffer, batch, sample_rows)
-        views = buffer.device_views(buffer.memory.to(self.device))
-        positions = [batch.position(s) for s in sample_rows]
-        return sample(logits, rows, views["temperature"], views["uniform"], self.masks, positions)
-
-    def _read_back(self, tokens: Tensor, at: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-        if self.device.type == "cpu":
-            return tokens, tuple(at)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        return host, tuple(at)
+    def _scored_prompts(
+        self, batch: ScheduledBatch, wanted: list[Wanted]
+    ) -> tuple[ScoredPrompt, ...]:
+        """Who takes the logits before the prompts' tokens; their query tokens go to `wanted`."""
+        ids = [np.array(score.token_ids, np.int64) for score in batch.prompt_scores]
+        views = upload({"token_ids": np.concatenate(ids)}, self.device)
+        parts = views["token_ids"].split([len(part) for part in ids])
+        at_once = max(1, min(SCORE_ROWS, SCORE_LOGITS // self.model.config.vocab_size))
+        prompts = []
+        for score, part in zip(batch.prompt_scores, parts, strict=True):
+            row, first = score.row, score.first
+            prompt = ScoredPrompt(row, batch.starts[row] + first, part, score.num_top)
+            wanted.append(Wanted(row, first, len(part), at_once, prompt.take))
+            prompts.append(prompt)
+        return tuple(prompts)
 
     def _record(self) -> "torch.cuda.Event | None":
         if self.device.type == "cpu":

@@ -3,6 +3,7 @@ LoRA."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up
@@ -10,7 +11,9 @@ from kernels.fused_moe_lora import moe_lora
 from kernels.gated_act import gated_act
 from kernels.lora_decode import pairs_suffice
 from kernels.lora_gated_act import lora_gated_act
+from kernels.lora_tables import Worklist
 from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_gate_groups import GateRule, moe_gate_groups
 from kernels.moe_route import moe_route
 from kernels.op import use_triton
 from kernels.tiling import moe_block_m
@@ -37,6 +40,9 @@ class MoeMlp:
 
     The base products never see an adapter: their worklist is by expert alone, with adapters or
     without.
+    rule         how experts are chosen, None = by a softmax over all;  correction [E] fp32: moves
+                 the order alone
+    scale_input  a token's weight goes on its input instead of its output (one expert a token)
     """
 
     gate: Linear
@@ -48,19 +54,20 @@ class MoeMlp:
     activation: str
     gate_up_target: int
     down_target: int
+    rule: GateRule | None = None
+    correction: Tensor | None = None
+    scale_input: bool = False
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x [T, H] -> [T K, H]: what each expert adds, weighted; the norm that follows sums it."""
         logits = self.gate(x, ctx)  # [T, E]
         lora, slots = ctx.lora, ctx.slot_of_token
-        work = lora_work = None
-        if use_triton(x):
-            block_m = moe_block_m(len(x), self.top_k, self.num_experts)
-            weights, ids, work = moe_route(logits, self.top_k, self.renormalize, block_m)
-            if lora is not None and not pairs_suffice(ids.numel(), lora):
-                lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, block_m)
-        else:
-            weights, ids = moe_gate(logits, self.top_k, self.renormalize)  # [T, K] twice
+        weights, ids, work = self._route(logits)
+        lora_work = None
+        if lora is not None and work is not None and not pairs_suffice(ids.numel(), lora):
+            lora_work = build_worklist(ids, slots, self.num_experts, lora.num_slots, work.block_m)
+        if self.scale_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         if ctx.experts_hit is not None:
             ctx.experts_hit.append(ids)
         y = moe_gate_up(x, self.gate_up, ids, work)  # [T K, 2I]
@@ -84,3 +91,17 @@ class MoeMlp:
                 settled=True,
             )  # fmt: skip
         return y
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Worklist | None]:
+        """Weights and ids [T, K] of the chosen experts, and on a GPU the pairs by expert."""
+        compiled = use_triton(logits)
+        block_m = moe_block_m(len(logits), self.top_k, self.num_experts) if compiled else 0
+        if self.rule is not None:
+            weights, ids = moe_gate_groups(logits, self.correction, self.top_k, self.rule)
+        elif compiled:
+            return moe_route(logits, self.top_k, self.renormalize, block_m)
+        else:
+            weights, ids = moe_gate(logits, self.top_k, self.renormalize)
+        if not compiled:
+            return weights, ids, None
+        return weights, ids, build_worklist(ids, None, self.num_experts, 0, block_m)

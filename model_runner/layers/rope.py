@@ -72,5 +72,11 @@ def _yarn(
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(scaling)  # [D / 2]
 
 
+def yarn_mscale(fields: Mapping[str, Any]) -> float:
+    """What DeepSeek multiplies the softmax's scale by, once for queries and once for keys."""
+    factor, all_dim = fields.get("factor"), fields.get("mscale_all_dim")
+    return _mscale(float(factor), float(all_dim)) if factor and all_dim else 1.0
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -5,13 +5,15 @@ Not here: the modules themselves (layers, decoder.py) and any one family's spell
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from kernels.moe_gate_groups import GateRule
 
 
 class ModelUnsupported(ValueError):
@@ -30,13 +32,52 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """DeepSeek's latent attention: what is cached a token is one latent and one rotated key.
+
+    q_rank      width of the queries' own latent, 0 = queries come straight from the hidden state
+    kv_rank     R, the cached latent;  dim_nope, dim_rope  Dn, Dr of a query or key;  dim_v  Dv
+    interleaved the rotated pairs are (2 i, 2 i + 1)
+    """
+
+    q_rank: int
+    kv_rank: int
+    dim_nope: int
+    dim_rope: int
+    dim_v: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class MixedRotation:
+    """Llama 4's positions: some layers rotate, the others scale their queries by position.
+
+    rotating     by layer;  l2_norm  those norm each head of q and k, without weights
+    scale_floor, scale_slope   elsewhere a query is scaled by 1 + slope log(1 + floor((position + 1)
+                 / scale_floor)); scale_floor 0 = not at all
+    """
+
+    rotating: tuple[bool, ...]
+    l2_norm: bool
+    scale_floor: float
+    scale_slope: float
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One model's shape, in this project's words. Built by a family's `read_config`.
 
     windows            by layer: keys that a query sees, itself included; 0 = all
+    chunked            windows begin at multiples of their length instead of sliding
     experts_of_layer   by layer: number of experts, 0 = a dense MLP
-    qk_norm            RMS norm of each head of q and k;  sinks  one extra logit a head in the
-                       softmax
+    gate_rule          how experts are chosen, None = by a softmax over all;  gate_correction  a
+                       bias for the order alone;  scale_input  weights go on the experts' inputs
+    shared_intermediate_size  inner size of the expert that every token has, 0 = none
+    qk_norm            RMS norm of each head of q and k;  qk_norm_full  of all heads together
+    sinks              one extra logit a head in the softmax
+    latent             latent attention; head_dim is then that of the rotated part
+    rotation           layers that do not rotate, None = all do
+    softmax_scale      of attention, 0 = head_dim ** -0.5
     activation         as kernels.gated_act names it
     mxfp4              experts are stored as MXFP4 blocks and scales
     """
@@ -53,15 +94,24 @@ class ModelConfig:
     max_positions: int
     intermediate_size: int = 0
     windows: tuple[int, ...] = ()
+    chunked: bool = False
     experts_of_layer: tuple[int, ...] = ()
     top_k: int = 0
     expert_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
     renormalize: bool = True
+    gate_rule: GateRule | None = None
+    gate_correction: bool = False
+    scale_input: bool = False
     activation: str = "silu"
     attention_bias: bool = False
     output_bias: bool = False
     gate_bias: bool = False
     qk_norm: bool = False
+    qk_norm_full: bool = False
+    latent: LatentConfig | None = None
+    rotation: MixedRotation | None = None
+    softmax_scale: float = 0.0
     sinks: bool = False
     tied_embeddings: bool = False
     mxfp4: bool = False
@@ -71,6 +121,13 @@ class ModelConfig:
     @property
     def num_experts(self) -> int:
         return max(self.experts_of_layer, default=0)
+
+    @property
+    def kv_values(self) -> int:
+        """Values that a layer keeps of one token."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.dim_rope
+        return 2 * self.num_kv_heads * self.head_dim
 
 
 class WeightReader(Protocol):
@@ -87,6 +144,24 @@ class WeightReader(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this name (a seed holds every name)."""
         ...
+
+
+class RenamedReader:
+    """Another reader, asked for a name's other spelling where it does not hold the first."""
+
+    def __init__(self, inner: WeightReader, spell: Callable[[str], str]) -> None:
+        self._inner, self._spell = inner, spell
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """As WeightReader."""
+        return self._inner.read(self._name(name), shape, dtype)
+
+    def has(self, name: str) -> bool:
+        """As WeightReader."""
+        return self._inner.has(self._name(name))
+
+    def _name(self, name: str) -> str:
+        return name if self._inner.has(name) else self._spell(name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -107,7 +182,8 @@ def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeCon
     ModelUnsupported for other kinds."""
     fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or default_theta)
-    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+    old = fields.pop("type", None)
+    kind = fields.pop("rope_type", None) or old or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelUnsupported(f"rope_type {kind!r} is not supported")
     if kind == "yarn":
@@ -127,7 +203,11 @@ def read_eos_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
 
 def read_common(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The fields of `ModelConfig` that every family spells alike. Errors: ModelUnsupported naming
-    what is missing."""
+    what is missing, or a quantization that is neither MXFP4 nor fp8 in blocks."""
+    quantization = raw.get("quantization_config") or {}
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if quantization and method != "mxfp4" and (method != "fp8" or block != [128, 128]):
+        raise ModelUnsupported(f"quant_method {method!r} (blocks {block}) is not supported")
     try:
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         return dict(

@@ -4,54 +4,36 @@ A family says what it is made of (`ModelConfig`) and how its checkpoint spells i
 file builds and runs it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from adapter_store.weights import LoraTarget
-from kernels.fused_moe import ExpertWeights
 from model_runner.layers.attention import Attention
 from model_runner.layers.context import ForwardContext
 from model_runner.layers.embedding import Embedding
 from model_runner.layers.linear import Linear
+from model_runner.layers.mla import LatentAttention
 from model_runner.layers.mlp import DenseMlp, MoeMlp
 from model_runner.layers.norm import RmsNorm
 from model_runner.layers.rope import rope_table
 from model_runner.models.base import ModelConfig, WeightReader
-
-
-@dataclass(frozen=True)
-class NameMap:
-    """How a family's checkpoint and its adapters spell the parts of a MoE layer. The rest is
-    spelled alike everywhere.
-
-    gate          the router, below `model.layers.N.`
-    gate_up_parts, down_parts   one expert's linears in per-expert files, canonical order
-    interleaved, weight_is_in_out   see LoraTarget
-    read_gate_up, read_down     (reader, prefix of the layer, config) -> expert weights in canonical
-                                rows [E, out, in]
-    """
-
-    gate: str
-    gate_up_parts: tuple[str, ...]
-    down_parts: tuple[str, ...]
-    interleaved: bool
-    weight_is_in_out: bool
-    read_gate_up: Callable[[WeightReader, str, ModelConfig], ExpertWeights]
-    read_down: Callable[[WeightReader, str, ModelConfig], ExpertWeights]
+from model_runner.models.lora_targets import NameMap, attention_parts, list_lora_targets
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     """A norm, attention, another norm, an MLP (dense or MoE); the residual runs past both
-    halves."""
+    halves.
+
+    shared  an expert that every token has, beside the chosen ones
+    """
 
     input_norm: RmsNorm
     post_norm: RmsNorm
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: DenseMlp | MoeMlp
+    shared: DenseMlp | None = None
 
 
 class Decoder:
@@ -104,19 +86,36 @@ class Decoder:
         for n, layer in enumerate(self.layers):
             x = layer.attention(x, ctx)
             x = layer.post_norm.add(x, residual)
+            if layer.shared is not None:
+                residual += layer.shared(x, ctx)
             x = layer.mlp(x, ctx)
             last = n + 1 == len(self.layers)
             x = (self.norm if last else self.layers[n + 1].input_norm).add(x, residual)
         return x[ctx.logit_rows]  # [Z, H]
 
     def _load_layer(self, reader: WeightReader, n: int) -> DecoderLayer:
-        p, c = f"model.layers.{n}.", self.config
+        p, c, names = f"model.layers.{n}.", self.config, self.names
+        mlp: DenseMlp | MoeMlp
+        shared = None
+        if c.experts_of_layer[n]:
+            mlp = self._load_moe(reader, p)
+            if names is not None and c.shared_intermediate_size:
+                at = f"{p}{names.mlp}.{names.shared}."
+                shared = self._load_dense(reader, at, c.shared_intermediate_size)
+        else:
+            at = f"{p}{'mlp' if names is None else names.mlp}."
+            mlp = self._load_dense(reader, at, c.intermediate_size)
         return DecoderLayer(
             self._load_norm(reader, p + "input_layernorm"),
             self._load_norm(reader, p + "post_attention_layernorm"),
-            self._load_attention(reader, n),
-            self._load_moe(reader, p) if c.experts_of_layer[n] else self._load_dense(reader, p),
+            self._load_mixer(reader, n),
+            mlp,
+            shared,
         )
+
+    def _load_mixer(self, reader: WeightReader, n: int) -> Attention | LatentAttention:
+        """What mixes tokens: a family of another kind of attention overrides it."""
+        return self._load_attention(reader, n)
 
     def _load_norm(self, reader: WeightReader, name: str) -> RmsNorm:
         return RmsNorm(
@@ -125,10 +124,14 @@ class Decoder:
 
     def _load_attention(self, reader: WeightReader, n: int) -> Attention:
         p, c = f"model.layers.{n}.self_attn.", self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        norm = [
-            reader.read(p + f"{x}_norm.weight", (c.head_dim,)) if c.qk_norm else None for x in "qk"
-        ]
+        *inputs, (_, q, _) = attention_parts(c)
+        norm: list[Tensor | None] = [None, None]
+        if c.qk_norm:
+            heads = (c.num_heads, c.num_kv_heads) if c.qk_norm_full else (1, 1)
+            norm = [
+                reader.read(p + f"{x}_norm.weight", (number * c.head_dim,))
+                for x, number in zip("qk", heads, strict=True)
+            ]
         sinks = reader.read(p + "sinks", (c.num_heads,)) if c.sinks else None
         return Attention(
             layer=n,
@@ -138,7 +141,7 @@ class Decoder:
             qkv=self._load_linear(
                 reader,
                 p,
-                (("q_proj", q), ("k_proj", kv), ("v_proj", kv)),
+                tuple((name, out) for name, _, out in inputs),
                 c.hidden_size,
                 c.attention_bias,
             ),
@@ -146,14 +149,15 @@ class Decoder:
             rope=self._rope,
             eps=c.rms_eps,
             window=c.windows[n],
+            chunked=c.chunked,
             q_norm=norm[0],
             k_norm=norm[1],
+            norm_full=c.qk_norm_full,
             sinks=sinks,
         )
 
-    def _load_dense(self, reader: WeightReader, p: str) -> DenseMlp:
-        c, p = self.config, p + "mlp."
-        inner = c.intermediate_size
+    def _load_dense(self, reader: WeightReader, p: str, inner: int) -> DenseMlp:
+        c = self.config
         return DenseMlp(
             self._load_linear(
                 reader, p, (("gate_proj", inner), ("up_proj", inner)), c.hidden_size, False
@@ -165,6 +169,11 @@ class Decoder:
     def _load_moe(self, reader: WeightReader, p: str) -> MoeMlp:
         c, names = self.config, self.names
         assert names is not None
+        correction = None
+        if c.gate_correction:
+            name = f"{p}{names.gate}.e_score_correction_bias"
+            correction = reader.read(name, (c.num_experts,), torch.float32)  # [E]
+        experts = f"{p}{names.mlp}.experts."
         return MoeMlp(
             gate=self._load_linear(
                 reader, p, ((names.gate, c.num_experts),), c.hidden_size, c.gate_bias, seldom=True
@@ -175,8 +184,11 @@ class Decoder:
             top_k=c.top_k,
             renormalize=c.renormalize,
             activation=c.activation,
-            gate_up_target=self._index[p + "mlp.experts.gate_up_proj"],
-            down_target=self._index[p + "mlp.experts.down_proj"],
+            gate_up_target=self._index[experts + "gate_up_proj"],
+            down_target=self._index[experts + "down_proj"],
+            rule=c.gate_rule,
+            correction=correction,
+            scale_input=c.scale_input,
         )
 
     def _load_linear(
@@ -198,52 +210,3 @@ class Decoder:
             row += rows
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # [out, in]
         return Linear(weight, torch.cat(biases) if biases else None, tuple(slices), seldom)
-
-
-def list_lora_targets(config: ModelConfig, names: NameMap | None) -> tuple[LoraTarget, ...]:
-    """Every weight of the model that an adapter may change, in the arena's order: the embedding,
-    layer by layer, the head."""
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    targets = [LoraTarget("model.embed_tokens", c.vocab_size, c.hidden_size, "embedding")]
-    for n in range(c.num_layers):
-        p = f"model.layers.{n}."
-        attention = (
-            ("q_proj", c.hidden_size, q),
-            ("k_proj", c.hidden_size, kv),
-            ("v_proj", c.hidden_size, kv),
-        )
-        for name, fan_in, fan_out in (*attention, ("o_proj", q, c.hidden_size)):
-            targets.append(LoraTarget(f"{p}self_attn.{name}", fan_in, fan_out))
-        if not c.experts_of_layer[n]:
-            for name in ("gate_proj", "up_proj"):
-                targets.append(LoraTarget(f"{p}mlp.{name}", c.hidden_size, c.intermediate_size))
-            targets.append(LoraTarget(f"{p}mlp.down_proj", c.intermediate_size, c.hidden_size))
-            continue
-        assert names is not None
-        inner, experts = c.expert_intermediate_size, c.num_experts
-        targets += [
-            LoraTarget(p + names.gate, c.hidden_size, experts),
-            LoraTarget(
-                p + "mlp.experts.gate_up_proj",
-                c.hidden_size,
-                2 * inner,
-                "experts",
-                experts,
-                names.gate_up_parts,
-                names.interleaved,
-                names.weight_is_in_out,
-            ),
-            LoraTarget(
-                p + "mlp.experts.down_proj",
-                inner,
-                c.hidden_size,
-                "experts",
-                experts,
-                names.down_parts,
-                False,
-                names.weight_is_in_out,
-            ),
-        ]
-    targets.append(LoraTarget("lm_head", c.hidden_size, c.vocab_size))
-    return tuple(targets)

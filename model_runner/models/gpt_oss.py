@@ -20,7 +20,8 @@ from model_runner.models.base import (
     read_common,
     require,
 )
-from model_runner.models.decoder import Decoder, NameMap
+from model_runner.models.decoder import Decoder
+from model_runner.models.lora_targets import NameMap
 
 MXFP4_GROUP = 32
 

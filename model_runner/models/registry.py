@@ -9,8 +9,14 @@ from model_runner.models.base import ModelConfig, ModelUnsupported, WeightReader
 from model_runner.models.decoder import Decoder
 
 FAMILIES = {
+    "DeepseekV2ForCausalLM": "model_runner.models.deepseek:DeepSeekV2",
+    "DeepseekV3ForCausalLM": "model_runner.models.deepseek:DeepSeekV3",
     "GptOssForCausalLM": "model_runner.models.gpt_oss:GptOss",
+    "Llama4ForCausalLM": "model_runner.models.llama4:Llama4",
+    "Llama4ForConditionalGeneration": "model_runner.models.llama4:Llama4",
     "LlamaForCausalLM": "model_runner.models.llama:Llama",
+    "MixtralForCausalLM": "model_runner.models.mixtral:Mixtral",
+    "OlmoeForCausalLM": "model_runner.models.olmoe:Olmoe",
     "Qwen3ForCausalLM": "model_runner.models.llama:Qwen3",
     "Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3Moe",
 }

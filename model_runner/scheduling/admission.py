@@ -149,7 +149,9 @@ class Admission:
                 seq.status = SequenceStatus.WAITING_ADAPTER
                 self._waiters.add(ref, seq)
                 return False
-        num_cached = self._pool.match(seq.table, seq.token_ids)
+        # Pages have no logits: a prompt whose log-probabilities are wanted takes none from others.
+        is_scored = seq.num_scored == seq.prompt_len
+        num_cached = self._pool.match(seq.table, seq.token_ids) if is_scored else 0
         num_tokens = len(seq.token_ids)
         need = self._pool.entry_pages(seq.table, num_cached, num_tokens, self._max_chunk)
         if need > spare:

@@ -19,14 +19,22 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers that keep the same keys. window: keys that a query sees, itself included; 0 = all."""
+    """Layers that keep the same keys. window: keys that a query sees, itself included; 0 = all.
+
+    chunked  a query sees those since the last position that is a multiple of the window
+    """
 
     name: str
     window: int = 0
+    chunked: bool = False
 
     def first_block(self, position: int, page_tokens: int) -> int:
         """The first page index that a query at `position` (and so any later one) still reads."""
-        return max(0, position - self.window + 1) // page_tokens if self.window else 0
+        if not self.window:
+            return 0
+        if self.chunked:
+            return position // self.window * self.window // page_tokens
+        return max(0, position - self.window + 1) // page_tokens
 
 
 class PageTable:

@@ -6,7 +6,7 @@ computed.
 
 from typing import TypeVar
 
-from model_runner.scheduling.batch import SamplingRow, ScheduledBatch
+from model_runner.scheduling.batch import History, PromptScore, SamplingRow, ScheduledBatch
 from model_runner.scheduling.sequence import Sequence
 
 _Entry = TypeVar("_Entry")
@@ -23,6 +23,8 @@ class RunningSet:
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.stalled: list[Sequence] = []  # their pages are on the way
+        self._free_seats: list[int] = []
+        self._num_seats = 0  # handed out or free
         self._seq_ids: list[int] = []
         self._slots: list[int] = []
         self._pages: tuple[list[list[int]], ...] = tuple([] for _ in range(num_groups))
@@ -34,6 +36,11 @@ class RunningSet:
         """It has entered: its prompt is computed chunk by chunk."""
         seq.in_batch = True
         self.prefilling.append(seq)
+        if seq.sampling_row.has_penalties:
+            if not self._free_seats:
+                self._free_seats.append(self._num_seats)
+                self._num_seats += 1
+            seq.seat = self._free_seats.pop()
 
     def stall(self, seq: Sequence) -> None:
         """A decode sits out one step."""
@@ -50,6 +57,9 @@ class RunningSet:
         """It takes part no longer. The last decode row takes the place of one that leaves."""
         assert seq.in_batch, f"sequence {seq.seq_id} is in no batch"
         seq.in_batch = False
+        if seq.seat >= 0:
+            self._free_seats.append(seq.seat)
+            seq.seat = -1
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         elif seq in self.stalled:
@@ -85,6 +95,8 @@ class RunningSet:
         token_ids: list[tuple[int, ...]] = []
         sources: list[int] = []
         samples: list[SamplingRow | None] = [seq.sampling_row for seq in rows]
+        histories: list[History] = []
+        scores: list[PromptScore] = []
         for row, seq in enumerate(rows):
             start = seq.num_computed
             starts.append(start)
@@ -116,6 +128,11 @@ class RunningSet:
             if seq.sampling_row.banned_ids and not seq.bans_end:
                 seq.sampling_row = seq.make_sampling_row()
             samples.append(seq.sampling_row if is_last else None)
+            if is_last and seq.seat >= 0:
+                known = tuple(seq.token_ids)
+                histories.append(History(len(rows), seq.seat, known, seq.prompt_len))
+            if seq.num_scored < min(end + 1, seq.prompt_len):
+                scores.append(_score(seq, len(rows), start, end))
             seq.num_computed = end
             seq.num_in_flight += 1
             seq.row = len(rows)
@@ -134,6 +151,8 @@ class RunningSet:
             tuple(slots),
             tuple(map(tuple, pages)),
             tuple(samples),
+            tuple(histories),
+            tuple(scores),
         )
         return batch, rows
 
@@ -146,6 +165,8 @@ class RunningSet:
             assert len(column) == len(own), f"{len(column)} page lists for {len(own)} rows"
             assert all(a is b for a, b in zip(column, own, strict=True)), "not the row's own pages"
         assert all(seq.in_batch for seq in self.all()), "a sequence that left is still here"
+        seats = [seq.seat for seq in self.all() if seq.seat >= 0] + self._free_seats
+        assert sorted(seats) == list(range(self._num_seats)), f"seats {seats}"
 
     def _append_row(self, seq: Sequence) -> None:
         self.decoding.append(seq)
@@ -161,6 +182,14 @@ class RunningSet:
         _move_last(self._slots, row)
         for column in self._pages:
             _move_last(column, row)
+
+
+def _score(seq: Sequence, row: int, start: int, end: int) -> PromptScore:
+    """What a chunk gives that was not given before; booked as given."""
+    first, seq.num_scored = seq.num_scored, min(end + 1, seq.prompt_len)
+    assert start < first, f"tokens {first} to {start} of sequence {seq.seq_id} have no logits"
+    wanted = tuple(seq.token_ids[first : seq.num_scored])
+    return PromptScore(row, first - 1 - start, wanted, seq.request.sampling.prompt_logprobs or 0)
 
 
 def _move_last(column: list[_Entry], row: int) -> None:

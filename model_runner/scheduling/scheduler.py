@@ -112,7 +112,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Let it wait for its turn. The engine refuses what does not fit before."""
-        total = min(seq.prompt_len + seq.request.sampling.max_tokens, self.max_model_len)
+        total = min(seq.prompt_len + max(1, seq.request.sampling.max_tokens), self.max_model_len)
         assert seq.prompt_len < total and self.fits(total), (
             f"{seq.prompt_len} of {total} tokens, {self.max_model_len} allowed, "
             f"{self.pool.num_pages} pages"
@@ -257,7 +257,12 @@ class Scheduler:
                     seq.account.counter += seq.output_cost
                     if known + 1 >= seq.max_tokens_total or token in seq.stop_ids:
                         reason = seq.reason_to_finish()
-                        updates.append(Update(seq, token, reason, sample_idx))
+                        if not seq.request.sampling.max_tokens:  # its prompt alone was wanted
+                            ids.pop()
+                            self.num_discarded += 1
+                            updates.append(Update(seq, None, reason, sample_idx))
+                        else:
+                            updates.append(Update(seq, token, reason, sample_idx))
                         if reason is not None:
                             self._finish(seq, reason)
                             continue

@@ -53,6 +53,9 @@ class Sequence:
     next_event      num_computed at which a decode needs more than one more token: a page, its end,
                     min_tokens
     num_cached_tokens  of the prompt, found in the prefix cache when it first entered
+    num_scored      tokens of the prompt whose log-probabilities launched steps give, or which are
+                    not wanted; its first has none
+    seat            its number among those with penalties that take part in steps, -1 = none
     Errors: ValueError for an empty prompt or a weight that is not positive.
     """
 
@@ -72,6 +75,7 @@ class Sequence:
         "num_computed",
         "num_in_flight",
         "num_pending",
+        "num_scored",
         "output_cost",
         "page_need",
         "prompt_cost",
@@ -79,6 +83,7 @@ class Sequence:
         "request",
         "row",
         "sampling_row",
+        "seat",
         "seed",
         "seq_id",
         "slot",
@@ -107,9 +112,11 @@ class Sequence:
         self.num_pending = 0
         self.num_in_flight = 0
         self.in_batch = False
-        self.row = -1
+        self.row = self.seat = -1
         self.next_event = 0
         self.num_cached_tokens = 0
+        wanted = request.sampling.prompt_logprobs is not None and not index
+        self.num_scored = 1 if wanted else self.prompt_len
         self.has_entered = False
         self.num_charged = 0
         self.prompt_cost = PROMPT_COST / request.weight
@@ -134,7 +141,7 @@ class Sequence:
         self.account = account
         self.eos_ids = eos_ids
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else eos_ids))
-        self.max_tokens_total = min(self.prompt_len + sampling.max_tokens, max_model_len)
+        self.max_tokens_total = min(self.prompt_len + max(1, sampling.max_tokens), max_model_len)
         self.sampling_row = self.make_sampling_row()
 
     @property
@@ -167,7 +174,19 @@ class Sequence:
         s = self.request.sampling
         banned = tuple(sorted({*s.stop_ids, *self.eos_ids})) if self.bans_end else ()
         return SamplingRow(
-            s.temperature, s.top_p, s.top_k, self.seed, self.index, s.logprobs, banned, s.mask
+            s.temperature,
+            s.top_p,
+            s.top_k,
+            self.seed,
+            self.index,
+            s.logprobs,
+            banned,
+            s.mask,
+            s.min_p,
+            s.repetition_penalty,
+            s.presence_penalty,
+            s.frequency_penalty,
+            s.logit_bias,
         )
 
     def plan_event(self, capacity: int) -> None:
@@ -179,7 +198,8 @@ class Sequence:
 
     def reason_to_finish(self) -> FinishReason | None:
         """Whether the newest token is the last one. It is delivered, also if it is a stop id."""
-        ids = self.token_ids
-        if ids[-1] in self.stop_ids and self.num_output > self.request.sampling.min_tokens:
+        ids, sampling = self.token_ids, self.request.sampling
+        is_counted = sampling.min_tokens < self.num_output <= sampling.max_tokens
+        if ids[-1] in self.stop_ids and is_counted:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(ids) >= self.max_tokens_total else None

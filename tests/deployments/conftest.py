@@ -57,6 +57,20 @@ class ScriptedBackend:
             return
         sampling = request.sampling
         ids = self.tokenizer.encode(self.words)
+        told: tuple[TokenLogprobs, ...] = ()
+        if sampling.prompt_logprobs is not None:
+            most = sampling.prompt_logprobs
+            told = tuple(self._scored(i, most) for i in request.token_ids[1:])
+        if not sampling.max_tokens:
+            for index in range(sampling.n):
+                yield RequestOutput(
+                    request.request_id,
+                    index,
+                    finish_reason=FinishReason.LENGTH,
+                    num_prompt_tokens=len(request.token_ids),
+                    prompt_logprobs=() if index else told,
+                )
+            return
         cut = ids[: sampling.max_tokens]
         end = FinishReason.STOP if len(ids) <= sampling.max_tokens else FinishReason.LENGTH
         for position, token_id in enumerate(cut):
@@ -73,7 +87,14 @@ class ScriptedBackend:
                     num_prompt_tokens=len(request.token_ids),
                     num_cached_tokens=2,
                     num_output_tokens=position + 1,
+                    prompt_logprobs=() if index or position else told,
                 )
+
+    def _scored(self, token_id: int, num_top: int) -> TokenLogprobs:
+        """Best is the next id, then itself, then others; the more, the larger the id."""
+        order = (token_id + 1, token_id, *range(token_id + 2, token_id + 20))
+        top = tuple((other, -0.5 - i - token_id) for i, other in enumerate(order[:num_top]))
+        return TokenLogprobs(-1.5 - token_id, top, rank=2)
 
     async def abort(self, request_id: str, index: int) -> None:
         self.aborted.append((request_id, index))

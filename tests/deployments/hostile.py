@@ -72,6 +72,10 @@ def _with(name: str, value: bytes) -> Callable[[], bytes]:
     return lambda: _HI + b'"%s":%s}' % (name.encode(), value)
 
 
+def _biases() -> bytes:
+    return b"{" + b",".join(b'"%d":"a"' % number for number in range(20_000)) + b"}"
+
+
 def _role() -> bytes:
     return _messages(b'{"role":"' + b"r" * _MEGABYTES + b'","content":"Hi"}')
 
@@ -105,6 +109,7 @@ BODIES: tuple[Hostile, ...] = (
     _chat("1e5 stops", _with("stop", b'["a"' + b',"a"' * 100_000 + b"]"), 400, None, _TOO_MANY),
     _chat("1e4 stops", _with("stop", b'["a"' + b',"a"' * 10_000 + b"]"), 400, "stop", "at most"),
     _chat("1e4 stop ids", _with("stop_token_ids", b"[1" + b",1" * 10_000 + b"]"), 400, _IDS),
+    _chat("wrong biases", _with("logit_bias", _biases()), 422, "logit_bias"),
     _chat("many fields", lambda: _HI + _many(b'"f":1') + b"}", 400, None, _TOO_MANY),
     _chat("many messages", lambda: _messages(_many(b"{}")), 400, None, _TOO_MANY),
     _chat("wrong messages", lambda: _messages(b"1," * 250_000 + b"1"), 422, "messages"),

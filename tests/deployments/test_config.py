@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, join_uri, load_config
+from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, load_config
+from deployments.tenant_settings import join_uri
 from deployments.tenants import key_digest
 
 GOOD: dict[str, Any] = {
@@ -99,6 +100,22 @@ def model(**fields: Any) -> dict[str, Any]:
         (tenant(adapters={"x": "../secrets"}), "outside"),
         (tenant(adapters={"x": "/etc"}), "outside"),
         (tenant(adapters={"x": "b/one"}, allowed_uris=["s3://bucket/adapters/a"]), "outside"),
+        (tenant(adapters={"base:x": {"uri": "a/one", "base": "base"}}), "in its name already"),
+        (tenant(adapters={"x": "a/one", "base:x": "a/two"}), "adapter 'base:x' is there twice"),
+        (tenant(adapters={"base:base": "a/one"}), "must not be a base model's"),
+        (tenant(adapters={"base:": "a/one"}), "or be empty"),
+        (tenant(acts_for=["nobody"]), "acts_for: there is no other tenant 'nobody'"),
+        (tenant(acts_for=["a"]), "acts_for: there is no other tenant 'a'"),
+        (
+            {
+                "tenants": [
+                    {"tenant_id": "gate", "acts_for": ["a", "b"]},
+                    {"tenant_id": "a", "adapters": {"x": "a/one"}},
+                    {"tenant_id": "b", "adapters": {"x": "b/one"}},
+                ]
+            },
+            "tenants: gate: acts_for: adapter 'x' is there twice",
+        ),
         ({"ingress": {"anonymous_tenant": "nobody"}}, "no tenant 'nobody'"),
         ({"ingress": {"max_body_bytes": 1}}, "ingress.max_body_bytes"),
         ({"placement_policy": "random"}, "'random' is not one of"),
@@ -133,6 +150,32 @@ def test_allowed_uris_open_what_the_root_does_not(tmp_path: Path) -> None:
         tenant(adapters={"x": "s3://theirs/a/x"}, allowed_uris=["s3://theirs/a"]),
     )
     assert config.tenant_configs()[0].adapters["x"].uri == "s3://theirs/a/x"
+
+
+def test_one_name_for_several_bases(tmp_path: Path) -> None:
+    changed = {
+        "models": [{"name": "base", "path": "p"}, {"name": "org/second", "path": "q"}],
+        **tenant(
+            adapters={
+                "tone": "a/one",
+                "org/second:tone": "a/two",
+                "base:only": "a/three",
+                "long": {"uri": "a/four", "base": "org/second"},
+            }
+        ),
+    }
+    config = load(tmp_path, changed)
+    adapters = config.tenant_configs()[0].adapters
+    assert {name: (ref.base, ref.uri[-7:], ref.adapter_id) for name, ref in adapters.items()} == {
+        "base:tone": ("base", "s/a/one", "a/base:tone"),
+        "org/second:tone": ("org/second", "s/a/two", "a/org/second:tone"),
+        "only": ("base", "a/three", "a/only"),
+        "long": ("org/second", "/a/four", "a/long"),
+    }
+    assert (
+        config.tenant_configs()
+        == ServiceConfig.model_validate(config.model_dump()).tenant_configs()
+    )
 
 
 def test_s3_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from ray import serve
 from deployments.application import start
 from deployments.config import load_config
 from model_runner.stats import EngineStats
+from model_runner.tokenizer import Tokenizer
 from tests.deployments.company import Company, Raw, peak_bytes, text_of
 from tests.deployments.hostile import BODIES
 from tests.s3_server import READER_KEY, READER_SECRET, Relay, start_s3_server
@@ -167,6 +168,13 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
             "allowed_uris": ["s3://open", "s3://closed"],
         }
     )
+    tenants.append(
+        {
+            "tenant_id": "both",
+            "api_keys": ["key-of-both"],
+            "adapters": {"demo:tone": "pirate", "small:tone": "formal"},
+        }
+    )
     return {
         "models": [
             model | {"name": "demo", "num_replicas": 2, "engine": engine | {"max_loras": 4}},
@@ -260,6 +268,12 @@ def test_completions_of_text_and_ids(service: Service) -> None:
     )
     assert ids.usage is not None
     assert (ids.usage.prompt_tokens, ids.usage.completion_tokens) == (3, 3)
+    scored: Any = client.completions.create(
+        model="demo", prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=1
+    )
+    values = scored.choices[0].logprobs.token_logprobs
+    assert values[0] is None and len(values) == 3 and max(values[1:]) < 0
+    assert scored.usage.completion_tokens == 0
     with pytest.raises(openai.BadRequestError, match="token id 9999"):
         client.completions.create(model="demo", prompt=[9999])
 
@@ -282,6 +296,19 @@ def test_seed_repeats_itself(service: Service) -> None:
 
     assert draw(1) == draw(1)
     assert len({draw(seed) for seed in range(4)}) > 1
+    unbiased = ask(service.client(), "demo", QUESTIONS[0]["question"], logprobs=True)
+    first = unbiased.choices[0].logprobs.content[0].token
+    with pytest.raises(openai.BadRequestError, match="logit_bias: token id 3584"):
+        ask(service.client(), "demo", "Hi", logit_bias={"3584": 1})
+    (token_id,) = Tokenizer(DEMO / "base").encode(first, add_special_tokens=False)
+    biased = ask(
+        service.client(),
+        "demo",
+        QUESTIONS[0]["question"],
+        logprobs=True,
+        logit_bias={str(token_id): -100},
+    )
+    assert biased.choices[0].logprobs.content[0].token != first
 
 
 def test_foreign_adapters_do_not_exist(service: Service) -> None:
@@ -565,6 +592,16 @@ def test_adapters_live_at_home(service: Service) -> None:
     loaded = [{ref.adapter_id for ref in stats.resident} for stats in service.stats()]
     assert set.union(*loaded) == {f"{style}/{style}" for style in STYLES}
     assert not set.intersection(*loaded)
+
+
+def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
+    client, line = service.client("both"), QUESTIONS[2]
+    parents = {card.id: getattr(card, "parent", None) for card in client.models.list()}
+    assert parents == {"demo": None, "small": None, "demo:tone": "demo", "small:tone": "small"}
+    for name, style in (("demo:tone", "pirate"), ("small:tone", "formal")):
+        assert ask(client, name, line["question"]).choices[0].message.content == line[style]
+    with pytest.raises(openai.BadRequestError, match="`demo:tone`, `small:tone`"):
+        ask(client, "tone", line["question"])
 
 
 def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(service: Service) -> None:

@@ -34,6 +34,43 @@ def test_names() -> None:
     assert DIRECTORY.names(B) == ["other"]
 
 
+def test_one_name_under_two_bases() -> None:
+    refs = {f"{base}:tone": AdapterRef(f"c/{base}", "u", base=base) for base in ("base", "second")}
+    tenant = TenantConfig("c", (), refs | {"hue": AdapterRef("c/hue", "w", base="second")})
+    directory = TenantDirectory([tenant], ["base", "second"], b"salt")
+    for name in directory.names(tenant):
+        assert directory.resolve(tenant, name) is not None, name
+    assert directory.names(tenant) == ["base", "second", "base:tone", "hue", "second:tone"]
+    assert directory.resolve(tenant, "second:tone") == Target("second", refs["second:tone"])
+    assert directory.resolve(tenant, "tone") is None
+    assert directory.full_names(tenant, "tone") == ["base:tone", "second:tone"]
+    for name in ("hue", "one", "", ":tone", "absent", "third:tone"):
+        assert directory.full_names(tenant, name) == [], name
+
+
+def test_acting_for_others() -> None:
+    two = {f"{base}:tone": AdapterRef(f"b/{base}", "u", base=base) for base in ("base", "second")}
+    b = TenantConfig("b", (), two)
+    gate = TenantConfig(
+        "gate", (), {"own": AdapterRef("gate/own", "u", base="base")}, acts_for=("a", "b")
+    )
+    directory = TenantDirectory([A, b, gate], ["base", "second"], b"salt")
+    style = A.adapters["style"]
+    for name in ("style", "base:style"):
+        assert directory.resolve(gate, name) == Target("base", style, A)
+    assert directory.resolve(gate, "second:tone") == Target("second", two["second:tone"], b)
+    assert directory.resolve(gate, "own") == Target("base", gate.adapters["own"])
+    assert directory.resolve(gate, "base") == Target("base")
+    assert directory.full_names(gate, "tone") == ["base:tone", "second:tone"]
+    assert directory.names(gate)[2:] == ["base:tone", "own", "second:tone", "style"]
+    for name in ("tone", "second:style", "absent"):
+        assert directory.resolve(gate, name) is None, name
+    # Not the other way round, and not from tenant to tenant.
+    for other, name in ((A, "own"), (A, "base:tone"), (b, "style")):
+        assert directory.resolve(other, name) is None
+        assert directory.full_names(other, name) == []
+
+
 def test_salts() -> None:
     again = TenantDirectory([A, B], ["base"], b"salt")
     other = TenantDirectory([A, B], ["base"], b"pepper")

@@ -3,13 +3,11 @@
 import contextlib
 import json
 import os
-import queue
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,57 +16,23 @@ from pathlib import Path
 import pytest
 
 from deployments.local_s3 import is_free, weed_binary
+from tests.e2e.running import ROOT, Running
 from tests.model_runner.demo import markers_in
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST_ANSWER_S = 40.0
 END_S = 35.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(240)]
 
 
-class RunningDemo:
-    """The demo in a session of its own; its processes carry a mark in their environment."""
+class RunningDemo(Running):
+    """The demo."""
 
     def __init__(self, *arguments: str) -> None:
-        self.mark = f"DEMO_TEST_MARK={uuid.uuid4().hex}"
-        name, _, value = self.mark.partition("=")
-        self.begin = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.demo", *arguments],
-            cwd=ROOT,
-            env=os.environ | {name: value},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._queue: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def wait_until_printed(self, words: str, limit_s: float = 120.0) -> None:
-        deadline = time.monotonic() + limit_s
-        while not any(words in line for line in self.lines):
-            try:
-                line = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
-            except queue.Empty:
-                line = None
-            assert line is not None, f"{words!r} was not printed:\n{''.join(self.lines)}"
-            self.lines.append(line)
+        super().__init__([sys.executable, "-m", "deployments.demo", *arguments])
 
     def curl_lines(self) -> list[str]:
         return [line.strip() for line in self.lines if line.startswith("curl ")]
-
-    def pids(self) -> list[int]:
-        """Every living process that the demo started, itself included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
 
     def traces(self) -> set[Path]:
         """What these processes have where others can see it: folders, sockets, shared memory."""
@@ -84,26 +48,6 @@ class RunningDemo:
                 found |= {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
         return {Path(name) for name in found if name.startswith(("/dev/shm/", "/tmp/"))}
 
-    def wait_until_gone(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while self.pids():
-            assert time.monotonic() < deadline, _names(self.pids())
-            time.sleep(0.05)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._queue.put(line)
-        self._queue.put(None)
-
-
-def _names(pids: list[int]) -> list[str]:
-    names = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            names.append(f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:200]!r}")
-    return names
-
 
 @pytest.fixture
 def demo() -> Iterator[RunningDemo]:
@@ -111,12 +55,8 @@ def demo() -> Iterator[RunningDemo]:
     try:
         yield running
     finally:
-        running.process.terminate()  # after a failure: it cleans up better than we can
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.process.wait(END_S)
-        for pid in running.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # After a failure: it cleans up better than we can.
+        running.end(signal.SIGTERM, END_S)
 
 
 def _check_nothing_is_left(
@@ -190,12 +130,12 @@ def test_the_death_of_its_parent_ends_it() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=os.environ | {"DEMO_TEST_MARK": mark},
+        env=os.environ | {"RUNNING_TEST_MARK": mark},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
     demo = RunningDemo.__new__(RunningDemo)
-    demo.mark = f"DEMO_TEST_MARK={mark}"
+    demo.mark = f"RUNNING_TEST_MARK={mark}"
     deadline = time.monotonic() + 60
     while len(demo.pids()) < 10 and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -156,6 +156,29 @@ def positions(m: ModuleType, tokens: int, device: str) -> None:
     m.rope_kv_write(q, k, v, table, places, cache, cache.clone(), places)
 
 
+def latents(m: ModuleType, tokens: int, device: str) -> None:
+    # The positions' second half is aligned for every other length alone.
+    places = torch.arange(2 * LONGEST, device=device)[tokens : 2 * tokens]
+    q_rope, both = (
+        rows(tokens, 4 * 24, device).view(tokens, 4, 24)[..., 8:],
+        rows(tokens, H, device),
+    )
+    cache = torch.zeros(2 * LONGEST // 16, 16, H, device=device).bfloat16()
+    table, norm = torch.randn(2 * LONGEST, 16, device=device), torch.ones(H - 16).bfloat16()
+    m.mla_kv_write(q_rope, both, table, places, cache, places, norm.to(device), 1e-6, True)
+
+
+def latent_attention(m: ModuleType, tokens: int, device: str) -> None:
+    """A prompt of so many tokens; and so many sequences, up to 32, that decode."""
+    for batch in (((tokens, tokens + 1), (1, 3)), ((1, 1 + tokens % 50),) * min(tokens, 32)):
+        i = paged.make_case("", batch, 3, 1, 40, max_len=4096).make(device, torch.bfloat16, 0)
+        q = i["q"]
+        m.attend(
+            q[..., :32].contiguous(), q[..., 32:], i["k_cache"].squeeze(2), i["page_table"],
+            i["seq_lens"], i["cu_q"], i["scale"], i["max_len"],
+        )  # fmt: skip
+
+
 def norms(m: ModuleType, tokens: int, device: str) -> None:
     x, weight = rows(tokens, H, device), torch.ones(H, device=device).bfloat16()
     m.rms_norm(x, weight, 1e-5)
@@ -194,13 +217,15 @@ CALLS: dict[str, Call] = {
     "mxfp4_packed": packed_product,
     "moe_gate": worklists,
     "moe_route": routes,
+    "mla_attention_triton": latent_attention,
+    "mla_kv": latents,
     "norm": norms,
     "rope_kv": positions,
     "skinny_linear": linears,
     "paged_attention_triton": attention,
 }
 # Where a file's tiles do not follow the length, one run compiles all there is.
-WARM_OF = dict.fromkeys(("norm", "rope_kv", "without_lengths"), (LONGEST,))
+WARM_OF = dict.fromkeys(("mla_kv", "norm", "rope_kv", "without_lengths"), (LONGEST,))
 compiled_alone = pytest.mark.skipif(interpreting(), reason="interpreted functions do not compile")
 
 
@@ -241,7 +266,7 @@ def test_without_do_not_specialize_they_do(name: str, tmp_path: Path) -> None:
 def test_every_kernel_that_takes_a_length_is_counted() -> None:
     """A file with `do_not_specialize` has lengths among its arguments, or targets alone."""
     files = {p.stem for p in KERNELS.glob("*.py") if "do_not_specialize" in p.read_text()}
-    assert files - {"dense_lora"} == set(CALLS)
+    assert files - {"dense_lora", "mla_lora"} == set(CALLS)
 
 
 @pytest.mark.gpu

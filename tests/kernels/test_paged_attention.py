@@ -21,7 +21,15 @@ DECODE: Rows = ((1, 5), (1, 33), (0, 0), (1, 200), (1, 16))
 SHAPES = [
     pytest.param(rows, window, sinks, id=f"{name}-w{window}{'-sinks' if sinks else ''}")
     for name, rows in (("decode", DECODE), ("mixed", MIXED))
-    for window, sinks in ((0, False), (0, True), (6, True), (17, False), (1, False))
+    for window, sinks in (
+        (0, False),
+        (0, True),
+        (6, True),
+        (17, False),
+        (1, False),
+        (-6, True),
+        (-17, False),
+    )
 ]
 # Every promise is kept by both forms; which one runs is decided by TRITON_INTERPRET.
 both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])
@@ -36,14 +44,18 @@ def batch(
     max_len: int = 0,
     seed: int = 0,
 ) -> Inputs:
-    """Five query heads over one kv head would hide a head mixed up: six over two, D = 16."""
+    """Five query heads over one kv head would hide a head mixed up: six over two, D = 16.
+
+    window  below 0: in chunks of that many
+    """
     case = make_case(
         "test",
         rows,
         6,
         2,
         16,
-        window=window,
+        window=abs(window),
+        chunked=window < 0,
         sinks=sinks,
         spare=2,
         poison=poison,
@@ -64,7 +76,10 @@ def plain(inputs: Inputs) -> Tensor:
             last = length - bounds[row + 1] + token
             if last < 0:
                 continue  # a padding row
-            first = max(0, last - inputs["window"] + 1) if inputs["window"] else 0
+            window = inputs["window"]
+            first = max(0, last - window + 1) if window else 0
+            if inputs["chunked"]:
+                first = last - last % window
             places = [
                 (int(inputs["page_table"][row, pos // page]), pos % page)
                 for pos in range(first, last + 1)
@@ -96,7 +111,7 @@ def test_equals_the_definition(form: str, rows: Rows, window: int, sinks: bool) 
 
 
 @both
-@pytest.mark.parametrize("window", [0, 1, 16, 17])
+@pytest.mark.parametrize("window", [0, 1, 16, 17, -16, -17])
 def test_lengths_at_every_edge(form: str, window: int) -> None:
     """One key more or less than a page, a block, a split: as decode rows and as two queries."""
     edges = (1, 15, 16, 17, 63, 64, 65, 128, 129, 257)

@@ -36,8 +36,12 @@ WINDOWED: Rows = ((1, 150), (1, 30), (24, 60), (2, 9))
 
 
 def batch(rows: Rows, window: int, poison: float, device: str = "cpu") -> Inputs:
-    """Eight tokens of no row at the end: a guard that is out writes there, not past the tensor."""
-    case = make_case("guards", rows, 6, 2, 16, window=window, spare=8, poison=poison, max_len=1024)
+    """Eight tokens of no row at the end: a guard that is out writes there, not past the tensor.
+
+    window  below 0: in chunks of that many
+    """
+    seen = {"window": abs(window), "chunked": window < 0}
+    case = make_case("guards", rows, 6, 2, 16, **seen, spare=8, poison=poison, max_len=1024)
     return case.make(device, torch.float32, 0)
 
 
@@ -82,6 +86,7 @@ def _spoil_others(inputs: Inputs, row: int, poison: float) -> int:
 @pytest.mark.parametrize("poison", POISON)
 def test_nothing_unseen_is_felt(form: str, poison: float) -> None:
     shapes = ((DECODE, 0), (SPLIT, 0), (CHUNKS, 0), (WINDOWED, 6), (WINDOWED, 17))
+    shapes += ((WINDOWED, -6), (WINDOWED, -17))
     for rows, window in shapes:
         rows_hold(rows, window, poison, DEVICES[form])
 
@@ -101,8 +106,10 @@ TORCH_GUARDS = [
                  id="keys past the end"),
     pytest.param("_attend_single", 'scores.masked_fill_(past, float("-inf"))', "scores",
                  DECODE, 0, POISON, id="scores past the end"),
-    pytest.param("_attend_single", "max(0, length - window) if window else 0", "0",
+    pytest.param("_attend_single", "_first_key(length - 1, window, chunked)", "0",
                  WINDOWED, 6, POISON, id="window of a decode"),
+    pytest.param("_attend_row", "hidden |= pos[begin:end][None, :] < at // window * window", "pass",
+                 WINDOWED, -6, POISON, id="chunk of a query"),
     pytest.param("_attend_row", "hidden |= ahead <= -window", "pass", WINDOWED, 6, POISON,
                  id="window within a chunk"),
     pytest.param("_attend_row", "hidden = ahead > 0", "hidden = ahead > 9999", CHUNKS, 0, POISON,
@@ -139,11 +146,13 @@ TRITON_GUARDS = [
                  id="values past the end"),
     pytest.param('    scores = tl.where(seen, scores, float("-inf"))\n', "", DECODE, 0, POISON,
                  id="scores past the end"),
-    pytest.param("        low = tl.maximum(0, seq_len - WINDOW)\n", "        low = 0\n",
+    pytest.param("_first_key(seq_len - 1, WINDOW, CHUNKED)", "0",
                  WINDOWED, 6, LARGE, id="window of a decode"),
     pytest.param("            seen &= ahead > -WINDOW\n", "            pass\n", WINDOWED, 6,
                  LARGE, id="window within a chunk"),
-    pytest.param("tl.maximum(0, seq_len - num_queries + skip - WINDOW + 1)", "0", WINDOWED, 6,
+    pytest.param("seen &= pos[None, :] >= (at // WINDOW * WINDOW)[:, None]", "pass", WINDOWED, -6,
+                 LARGE, id="chunk of a query"),
+    pytest.param("_first_key(seq_len - num_queries + skip, WINDOW, CHUNKED)", "0", WINDOWED, 6,
                  [NAN], id="keys before a chunk's window"),
     pytest.param("seen = (ahead <= 0) & (pos < end)[None, :]", "seen = (pos < end)[None, :]",
                  CHUNKS, 0, LARGE, id="keys of later queries"),

@@ -6,6 +6,7 @@ early is noticed at the first token; the slots notice a reload while a launched 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -38,6 +39,8 @@ def answer(request: Request, index: int, max_model_len: int) -> tuple[list[int],
     """What the model says to a request alone, without any scheduler."""
     s, ids = request.sampling, list(request.token_ids)
     stops = {*s.stop_ids} | (set() if s.ignore_eos else {EOS})
+    if not s.max_tokens:
+        return [], FinishReason.LENGTH
     while True:
         num_output = len(ids) - len(request.token_ids)
         banned = (*s.stop_ids, EOS) if num_output < s.min_tokens else ()
@@ -64,6 +67,7 @@ class FakeGate:
         self.ready: dict[AdapterRef, int] = {}  # slot, least recently used first
         self.loading: dict[AdapterRef, tuple[int, int]] = {}
         self.unused: set[AdapterRef] = set()  # loaded and not used yet: not evicted
+        self.is_wanted: Callable[[AdapterRef], bool] = lambda ref: True  # somebody waits for it
         self.held: dict[Lease, AdapterRef] = {}
         self.dead: set[AdapterRef] = set()
         self.absent: set[AdapterRef] = set()
@@ -109,7 +113,8 @@ class FakeGate:
             if slot not in used:
                 return slot
         for ref, slot in self.ready.items():
-            if ref not in self.held.values() and ref not in self.unused:
+            is_kept = ref in self.unused and self.is_wanted(ref)
+            if ref not in self.held.values() and not is_kept:
                 del self.ready[ref]
                 return slot
         return None
@@ -168,7 +173,10 @@ class World:
         self.memory: dict[tuple[int, int], tuple[object, ...]] = {}  # (page, offset)
         self.launched: deque[tuple[ScheduledBatch, list[int]]] = deque()
         self.last_rows: list[int] = []
+        self.counted: dict[int, tuple[int, list[int]]] = {}  # seat: sequence, tokens on the device
+        self.scored: dict[int, list[int]] = {}  # tokens of its prompt that were given logits
         self.batches: list[ScheduledBatch] = []
+        self.gate.is_wanted = self._is_wanted
 
     def add(self, request: Request) -> list[int]:
         ids = []
@@ -236,6 +244,9 @@ class World:
                 request, index = self.seqs[seq_id].request, self.seqs[seq_id].index
                 want = answer(request, index, self.max_model_len)
                 assert (self.delivered[seq_id], update.finish_reason) == want
+                wanted = request.sampling.prompt_logprobs is not None and not index
+                scored = list(request.token_ids[1:]) if wanted else []
+                assert self.scored.get(seq_id, []) == scored
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
         """Write all rows' keys, then read, as a layer does. Gives the sampling rows' tokens."""
@@ -260,6 +271,22 @@ class World:
                     assert page, f"sequence {seq_id} writes position {position} to page 0"
                     cell = (page, position % self.page_tokens)
                     self.memory[cell] = (g, position, token, owner)
+        for history in batch.histories:
+            assert history.prompt_len == self.seqs[batch.seq_ids[history.row]].prompt_len
+            assert 0 <= history.seat < self.max_num_seqs
+            seq_id = batch.seq_ids[history.row]
+            others = {seat: held for seat, held in self.counted.items() if held[0] != seq_id}
+            self.counted = others | {history.seat: (seq_id, list(history.token_ids))}
+        for score in batch.prompt_scores:
+            first = batch.starts[score.row] + score.first + 1
+            assert batch.starts[score.row] < first
+            end = first + len(score.token_ids)
+            assert end <= batch.starts[score.row] + batch.num_tokens[score.row] + 1
+            seq = self.seqs[batch.seq_ids[score.row]]
+            assert list(score.token_ids) == seq.token_ids[first:end]
+            told = self.scored.setdefault(seq.seq_id, [])
+            assert len(told) == first - 1
+            told += score.token_ids
         rows, tokens = [], []
         for row, seq_id in enumerate(batch.seq_ids):
             seq, owner = self.seqs[seq_id], self._owner(seq_id)
@@ -285,6 +312,10 @@ class World:
                 assert (sample.index, sample.seed) == (seq.index, 7)
                 banned = sample.banned_ids
                 rows[-1] = draw(tuple(known), seq.request.adapter, seq.index, banned)
+                if sample.has_penalties:
+                    (counted,) = (ids for i, ids in self.counted.values() if i == seq_id)
+                    assert counted == known, f"{counted} counted of {known}"
+                    counted.append(rows[-1])
                 tokens.append(rows[-1])
         self.last_rows = rows
         self._note_slots(batch)
@@ -305,6 +336,10 @@ class World:
     def _note_slots(self, batch: ScheduledBatch | None = None) -> None:
         batches = [b for b, _ in self.launched] + ([batch] if batch else [])
         self.gate.named_in_flight = {s for b in batches for s in b.slots if s >= 0}
+
+    def _is_wanted(self, ref: AdapterRef) -> bool:
+        ended = self.finished.keys() | self.aborted
+        return any(s.request.adapter == ref for i, s in self.seqs.items() if i not in ended)
 
     def _owner(self, seq_id: int) -> tuple[str, AdapterRef | None]:
         request = self.seqs[seq_id].request

@@ -171,6 +171,8 @@ def test_requests_in_flight_stream_and_are_scored_as_drawn(
         ({"id": "e4"}, "e4", "input_ids"),
         ({"id": "e5", "input_ids": [10**9]}, "e5", "token id"),
         ({"id": "e6", "cmd": "dance"}, "e6", "dance"),
+        ({"id": "e7", "input_ids": [5], "min_p": 2}, "e7", "min_p"),
+        ({"id": "e8", "input_ids": [5], "logit_bias": {"9999": 1}}, "e8", "logit_bias"),
     ],
 )
 def test_a_bad_line_is_answered_and_the_engine_goes_on(stdio, line, name, word):
@@ -182,6 +184,22 @@ def test_a_bad_line_is_answered_and_the_engine_goes_on(stdio, line, name, word):
     stdio.send({"id": good, "input_ids": [5, 6, 7], "max_tokens": 3, "ignore_eos": True})
     stdio.wait(lambda: stdio.ended(good))
     assert len(stdio.ids(good)) == 3
+
+
+def test_bias_penalties_and_logprobs(stdio):
+    asked = {"input_ids": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    bias = {"40": 100, "41": 99.5}
+    stdio.send({"id": "biased", **asked, "logit_bias": bias, "logprobs": 2, "prompt_logprobs": 1})
+    stdio.send({"id": "penalized", **asked, "logit_bias": bias, "presence_penalty": 2})
+    stdio.wait(lambda: stdio.ended("biased") and stdio.ended("penalized"))
+    assert stdio.ids("biased") == [40] * 4
+    assert stdio.ids("penalized") == [40, 41, 40, 40]  # each once less 2: as far apart as before
+    first = stdio.by_id["biased"][0]
+    assert len(first["prompt_logprobs"]) == 2
+    assert all("prompt_logprobs" not in m for m in stdio.by_id["biased"][1:])
+    chosen, rank, top = first["logprobs"][0]
+    assert chosen < 0 and rank > 2 and len(top) == 2 and top[0][1] >= top[1][1]
+    assert "logprobs" not in stdio.by_id["penalized"][0]
 
 
 def test_bytes_that_are_no_text_are_a_bad_line(stdio):

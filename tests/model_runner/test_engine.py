@@ -353,7 +353,7 @@ def test_one_of_n_aborted_before_its_adapter_came_leaves_the_others(engine):
         ({"weight": None}, ErrorCode.BAD_REQUEST),
         ({"adapter": "pirate"}, ErrorCode.BAD_REQUEST),
         ({"sampling": SamplingParams(n="2")}, ErrorCode.BAD_REQUEST),
-        ({"sampling": SamplingParams(max_tokens=0)}, ErrorCode.BAD_REQUEST),
+        ({"sampling": SamplingParams(max_tokens=-1)}, ErrorCode.BAD_REQUEST),
         ({"sampling": SamplingParams(stop_ids=(100_000,))}, ErrorCode.BAD_REQUEST),
         ({"weight": 0.0}, ErrorCode.BAD_REQUEST),
         ({"weight": float("nan")}, ErrorCode.BAD_REQUEST),

@@ -16,7 +16,7 @@ from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.execution.checkpoint import CheckpointError
 from model_runner.models.base import ModelUnsupported
-from model_runner.models.decoder import list_lora_targets
+from model_runner.models.lora_targets import list_lora_targets
 from tests.golden import GOLDEN, MAX_ABS_DIFF, GoldenCase, golden_targets, load_cases
 
 CASES = load_cases()

@@ -149,9 +149,10 @@ def test_a_window_frees_what_fell_out() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("chunked", [False, True], ids=["sliding", "chunked"])
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9, 128])
-def test_a_long_sequence_never_owns_more_than_its_peak(window: int) -> None:
-    groups = (KvGroup("full"), KvGroup("window", window))
+def test_a_long_sequence_never_owns_more_than_its_peak(window: int, chunked: bool) -> None:
+    groups = (KvGroup("full"), KvGroup("window", window, chunked))
     for chunk in (1, 3, 4, 7, 16):
         pool = PagePool(200, 4, groups)
         table, peak = pool.open(), 0
@@ -159,6 +160,7 @@ def test_a_long_sequence_never_owns_more_than_its_peak(window: int) -> None:
             end = min(160, start + chunk)
             assert pool.grow(table, end, start) == 0
             first = groups[1].first_block(start, 4)
+            assert not chunked or first == start // window * window // 4
             assert all(table.pages[1][first:]), f"a page that position {start} reads is gone"
             peak = max(peak, pool.num_pages - 1 - pool.free_pages)
             pool.check()
@@ -187,6 +189,18 @@ def test_a_hit_needs_every_group_but_of_a_window_only_its_end() -> None:
     pool.check()
     assert again.pages[1][:8] == [0] * 8 and all(again.pages[1][8:]) and all(again.pages[0])
     assert pool.match(pool.open(), ids[:30]) == 0, "a shorter prefix lacks its window"
+
+
+def test_a_hit_at_the_border_of_chunks_needs_no_page_before_it() -> None:
+    pool = PagePool(64, 4, (KvGroup("full"), KvGroup("chunks", 8, True)))
+    table = pool.open()
+    ids = tuple(range(200, 241))
+    fill(pool, table, ids)
+    lost = table.pages[1][7]  # positions 28 .. 31, the end of a chunk
+    pool._unkey(lost)
+    assert pool.match(pool.open(), ids[:33]) == 32, "position 32 begins a chunk"
+    assert pool.match(pool.open(), ids[:32]) == 28, "position 28 reads 24 .. 27"
+    assert pool.match(pool.open(), ids) == 40
 
 
 def test_a_missing_window_page_shortens_the_hit() -> None:

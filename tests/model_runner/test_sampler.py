@@ -2,15 +2,17 @@
 bans and masks."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import kernels.sample_token as sample_token_side
-import model_runner.execution.sampler as sampler
 from kernels.sample_token import NOT_FINITE, sample_token
-from model_runner.execution.sampler import draw_uniform, is_plain, sample
-from model_runner.scheduling.batch import SamplingRow
+from model_runner.execution.sampler import Asked, Sampler
+from model_runner.execution.uniform import draw_uniform
+from model_runner.request import TokenLogprobs
+from model_runner.scheduling.batch import History, SamplingRow
 from tests.guards import take_out
 
 
@@ -20,12 +22,21 @@ def row(**fields) -> SamplingRow:
     )
 
 
-def draw(logits: torch.Tensor, rows: list[SamplingRow], positions: list[int], masks=None):
-    temperature = torch.tensor([r.temperature for r in rows])
-    uniform = torch.from_numpy(
-        draw_uniform([r.seed for r in rows], [r.index for r in rows], positions)
-    )
-    return sample(logits, rows, temperature, uniform, masks or {}, positions)
+@dataclass
+class Drawn:
+    tokens: torch.Tensor
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+def draw(logits: torch.Tensor, rows: list[SamplingRow], positions: list[int], masks=None) -> Drawn:
+    """By the sampler, whatever the rows want; nobody has seen a token yet."""
+    sampler = Sampler(logits.shape[1], len(rows), logits.device)
+    sampler.masks.update(masks or {})
+    asked = [Asked(i, i, i, r, positions[i], i) for i, r in enumerate(rows)]
+    histories = [History(i, i, (), 0) for i, r in enumerate(rows) if r.has_penalties]
+    drawn = sampler.draw(asked, histories, logits)
+    logprobs = drawn.logprobs.read(len(rows)) if drawn.logprobs else (None,) * len(rows)
+    return Drawn(drawn.tokens, logprobs)
 
 
 def test_uniform_is_spread_and_depends_on_all_three():
@@ -104,7 +115,7 @@ def test_bans_and_masks_hold_for_greedy_and_drawn_rows():
         row(banned_ids=(0, 1, 2)),
     ]
     assert draw(logits, rows, [1, 2, 3], masks).tokens.tolist() == [1, 1, 3]
-    assert not is_plain(rows)
+    assert not any(r.is_plain for r in rows)
 
 
 def test_logprobs_are_of_the_model_before_temperature_and_bans():
@@ -115,7 +126,7 @@ def test_logprobs_are_of_the_model_before_temperature_and_bans():
     ]
     drawn = draw(logits, rows, [0, 0])
     want = logits[0].log_softmax(-1)
-    assert drawn.logprobs is not None and drawn.logprobs[1] is None
+    assert drawn.logprobs[0] is not None and drawn.logprobs[1] is None
     first = drawn.logprobs[0]
     assert first.chosen == pytest.approx(want[drawn.tokens[0]].item())
     assert [i for i, _ in first.top] == want.topk(3).indices.tolist()
@@ -155,7 +166,7 @@ def test_a_ban_hides_nothing() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "line", "check"),
     [
-        (sampler, "sample", "torch.where(torch.isfinite(raw.amax(-1)), tokens, NOT_FINITE)",
+        (Sampler, "draw", "torch.where(torch.isfinite(raw.amax(-1)), tokens, NOT_FINITE)",
          a_ban_hides_nothing),
         (sample_token_side, "sample_token_reference",
          "torch.where(torch.isfinite(best), tokens, NOT_FINITE)",
@@ -164,7 +175,5 @@ def test_a_ban_hides_nothing() -> None:
 )  # fmt: skip
 def test_without_its_guard_such_a_row_gets_a_token(owner, name, line, check, monkeypatch) -> None:
     take_out(monkeypatch, owner, name, line, "tokens")
-    # The function that the tests above call by name is the module's.
-    monkeypatch.setitem(draw.__globals__, "sample", sampler.sample)
     with pytest.raises(AssertionError):
         check()

@@ -62,7 +62,9 @@ class Lives(RuleBasedStateMachine):
         ref=st.sampled_from(REFS),
         tenant=st.sampled_from("xyz"),
         salt=st.sampled_from(["", "s"]),
-        max_tokens=st.integers(1, 30),
+        max_tokens=st.integers(0, 30),
+        penalty=st.sampled_from([0, 1]),
+        prompt_logprobs=st.sampled_from([None, None, 2]),
         min_tokens=st.integers(0, 6),
         stop=st.sampled_from([(), (4,), (4, 5, 6, 7)]),
         n=st.integers(1, 3),
@@ -76,13 +78,15 @@ class Lives(RuleBasedStateMachine):
         tenant: str,
         salt: str,
         max_tokens: int,
+        penalty: int,
+        prompt_logprobs: int | None,
         min_tokens: int,
         stop: tuple[int, ...],
         n: int,
         ignore_eos: bool,
     ) -> None:
         prompt = (*base, *tail)
-        if not self.world.scheduler.fits(min(48, len(prompt) + max_tokens)):
+        if not self.world.scheduler.fits(min(48, len(prompt) + max(1, max_tokens))):
             return
         self.count += 1
         self.world.add(
@@ -93,6 +97,8 @@ class Lives(RuleBasedStateMachine):
                 tenant,
                 salt,
                 max_tokens=max_tokens,
+                presence_penalty=penalty,
+                prompt_logprobs=prompt_logprobs,
                 min_tokens=min(min_tokens, max_tokens),
                 stop_ids=stop,
                 n=n,

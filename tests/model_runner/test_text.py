@@ -251,6 +251,76 @@ def test_a_stop_ids_own_text_is_left_out(tokenizer: Tokenizer) -> None:
     assert "".join(n.text for n in another) == "It is Tokyo."
 
 
+class Pieces(Tokenizer):
+    """A byte-level tokenizer whose token i stands for the i-th piece."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._bytes = dict(enumerate(pieces))
+        self._special = frozenset()
+        self._byte_level = True
+
+
+def pieces_of(text: str, borders: Sequence[int]) -> list[bytes]:
+    """Its bytes, cut there: also within characters, some pieces empty."""
+    raw = text.encode()
+    places = [0, *sorted(b % (len(raw) + 1) for b in borders), len(raw)]
+    return [raw[a:b] for a, b in zip(places, places[1:], strict=False)]
+
+
+def num_until(stop: str | None, kept: str, pieces: Sequence[bytes]) -> int:
+    """Tokens up to and including the one that completes the stop string; all without one."""
+    need = len(f"{kept}{stop or ''}".encode())
+    sizes = [sum(map(len, pieces[:k])) for k in range(1, len(pieces) + 1)]
+    return len(pieces) if stop is None else 1 + next(k for k, s in enumerate(sizes) if s >= need)
+
+
+def check_cut(text: str, stops: Sequence[str], cuts: Sequence[Sequence[int]], chunk: int) -> None:
+    """Each of n sequences says the text in pieces of its own; `chunk` tokens come at once."""
+    lanes, wanted, vocabulary = [], {}, list[bytes]()
+    kept, stop = first_match(text, stops)
+    for index, borders in enumerate(cuts):
+        pieces = pieces_of(text, borders)
+        ids = range(len(vocabulary), len(vocabulary) + len(pieces))
+        vocabulary += pieces
+        lanes.append(outputs_of(ids, chunk, index))
+        number = num_until(stop, kept, pieces)
+        wanted[index] = kept, stop, list(ids[:number]), number
+    longest = max(map(len, lanes))
+    merged = [lane[k] for k in range(longest) for lane in lanes if k < len(lane)]
+    news = collect(Pieces(vocabulary), FakeEngine(merged), stops, n=len(cuts))
+    for index in range(len(cuts)):
+        mine = [n for n in news if n.index == index]
+        told = "".join(n.text for n in mine), mine[-1].stop_reason
+        tokens = [i for n in mine for i in n.token_ids]
+        assert (*told, tokens, mine[-1].num_output_tokens) == wanted[index]
+        assert sum(len(n.logprobs) for n in mine) == len(tokens)
+
+
+@pytest.mark.parametrize("stop", ["abc", "T\u014dky\u014d", "\u6771\U0001f5fc", "\U0001f5fc"])
+def test_a_stop_string_over_three_tokens_cut_at_every_border(stop: str) -> None:
+    text = f"a\u6771 {stop[0]}{stop} end"
+    first, size = len(text[: text.index(stop)].encode()), len(stop.encode())
+    for a in range(first, first + size + 1):
+        for b in range(a, first + size + 1):
+            check_cut(text, [stop, "never"], [(a, b), (b,)], 1)
+
+
+MIXED = ["a", "b", "ab", "\u00e9", "\u6771", "\U0001f5fc", "b\u6771", " "]
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    st.lists(st.sampled_from(MIXED), min_size=1, max_size=12).map("".join),
+    st.lists(st.lists(st.sampled_from(MIXED), min_size=1, max_size=4).map("".join), max_size=4),
+    st.lists(st.lists(st.integers(0, 99), max_size=12), min_size=1, max_size=3),
+    st.integers(1, 4),
+)
+def test_stop_strings_for_any_tokens_of_any_sequence(
+    text: str, stops: list[str], cuts: list[list[int]], chunk: int
+) -> None:
+    check_cut(text, stops, cuts, chunk)
+
+
 def test_each_sequence_ends_by_itself(tokenizer: Tokenizer) -> None:
     texts = ["It is Tokyo and Kyoto, I think. And more", "It is Lima", "Arr. Matey. Ho"]
     lanes = [outputs_of(tokenizer.encode(t), index=i) for i, t in enumerate(texts)]
