@@ -23,7 +23,7 @@ MAX_STALLED_S = 30.0
 """Until the ingress has answered once on this connection (edge.py)."""
 
 LINGER_S = 2.0
-_SEND_BUFFER_BYTES = 256 << 10
+_SEND_BUFFER_BYTES = 64 << 10
 
 
 class BoundedHttp(HttpToolsProtocol):
