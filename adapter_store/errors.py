@@ -14,6 +14,10 @@ class AdapterUnavailable(AdapterError):
     which."""
 
 
+class AdapterChanged(AdapterUnavailable):
+    """The uri no longer holds the content that was asked for, and no older version can be read."""
+
+
 class AdapterInvalid(AdapterError):
     """The bytes are there and are not an adapter for this model.
 

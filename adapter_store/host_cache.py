@@ -65,6 +65,7 @@ class HostCache:
         if alive is not None:
             self._finalizer = weakref.finalize(self, _end, alive, self.folder)
         self._remove_leftovers()
+        self._remove_old_aliases()
 
     def close(self) -> None:
         """Stop waiting for locks; remove a private folder. Open adapters stay readable."""
@@ -153,6 +154,10 @@ class HostCache:
         parts = (self.folder / "scratch").glob("*.lora.*")
         return sum(size for _, _, size in _stamped([*self._packed(), *parts]))
 
+    def digests(self) -> set[str]:
+        """Of all packed files."""
+        return {path.name.partition("-")[0] for path in self._packed()}
+
     def remember(self, uri: str, revision: str, digest: str) -> None:
         """Note that the uri held this digest at this revision."""
         path = self.folder / "alias" / _alias(uri, revision)
@@ -171,7 +176,8 @@ class HostCache:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for a while; somebody else removes it if this process dies."""
+        """A folder for a while; the next to ask for one removes it if this process dies."""
+        self._remove_leftovers()
         path = self.folder / "scratch" / uuid.uuid4().hex
         with self._owned(path):
             path.mkdir()
@@ -212,17 +218,24 @@ class HostCache:
         return [(path, size) for _, path, size in sorted(_stamped(self._packed()))]
 
     def _remove_leftovers(self) -> None:
-        """Remove scratch whose owner died, and aliases that are old."""
+        """Remove scratch whose owner died."""
         with self.lock("leftovers"):
-            for path in sorted((self.folder / "scratch").iterdir()):
-                owner = path if path.suffix == ".owner" else path.with_name(f"{path.name}.owner")
-                if not _is_held(owner):
+            names = {path.name for path in (self.folder / "scratch").iterdir()}
+            for name in {name.removesuffix(".owner") for name in names}:
+                path = self.folder / "scratch" / name
+                owner = path.with_name(f"{name}.owner")
+                fd = _try_lock(owner)
+                if fd is not None:  # held until both are gone: nobody else can begin to own it
                     _remove(path)
-            old = time.time() - _ALIAS_LIFE_S
-            for path in (self.folder / "alias").iterdir():
-                with suppress(FileNotFoundError):
-                    if path.stat().st_mtime < old:
-                        path.unlink()
+                    owner.unlink(missing_ok=True)
+                    os.close(fd)
+
+    def _remove_old_aliases(self) -> None:
+        old = time.time() - _ALIAS_LIFE_S
+        for path in (self.folder / "alias").iterdir():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < old:
+                    path.unlink()
 
 
 def _alias(uri: str, revision: str) -> str:

@@ -8,13 +8,20 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from adapter_store.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from adapter_store.contents import KnownContents
+from adapter_store.errors import (
+    AdapterChanged,
+    AdapterError,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterUnavailable,
+)
 from adapter_store.host_cache import HostCache
 from adapter_store.packed import (
     PackedAdapter,
@@ -23,12 +30,15 @@ from adapter_store.packed import (
     write_packed,
 )
 from adapter_store.packed_layout import PackedLayout, padded_rank
-from adapter_store.ref import AdapterRef
+from adapter_store.ref import AdapterRef, is_digest
 from adapter_store.sources.registry import open_source, scheme_of
 from adapter_store.sources.source import S3Options, Source
 from adapter_store.weights import AdapterWeights, LoraTarget
 
 _MAX_REFUSED = 1024
+_TELL_WAIT_S = 2.0
+"""How long to wait for others to say which version a digest was, where the source has moved on."""
+
 _log = logging.getLogger(__name__)
 
 LoadAdapter = Callable[..., AdapterWeights]
@@ -38,12 +48,14 @@ LoadAdapter = Callable[..., AdapterWeights]
 class HostAdapter:
     """An adapter that lies in the host tier (and may leave it again at any time).
 
-    revision  the source's own name for the content
+    revision       the source's own name for the content
+    fetched_bytes  read from the source for it just now; 0 = it was there
     """
 
     digest: str
     revision: str
     layout: PackedLayout
+    fetched_bytes: int = 0
 
 
 class AdapterLoader:
@@ -51,6 +63,7 @@ class AdapterLoader:
     the cache.
 
     load_adapter  (folder, targets, max_rank=) -> AdapterWeights, as formats.registry has it
+    contents      what uris hold and held: asked before a source, told what was seen
     """
 
     def __init__(
@@ -61,6 +74,7 @@ class AdapterLoader:
         max_rank: int,
         s3: S3Options | None,
         load_adapter: LoadAdapter,
+        contents: KnownContents,
     ) -> None:
         self._targets = tuple(targets)
         self._dtype = dtype
@@ -68,35 +82,42 @@ class AdapterLoader:
         self._max_rank = max_rank
         self._s3 = s3
         self._load_adapter = load_adapter
+        self._contents = contents
         self._sources: dict[str, Source] = {}
         self._refused: OrderedDict[tuple[str, str], AdapterInvalid] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, ref: AdapterRef) -> HostAdapter | str:
-        """The adapter if the host tier has it; else the revision that the source holds now.
+        """The adapter if the host tier has it; else the revision to fetch: what the source holds
+        now, or held when its content had the digest that the ref names.
 
         A digest that this uri is known to have held is taken from the cache without asking the
         source.
         Errors:  an AdapterError, whatever went wrong.
         """
         with _only_adapter_errors(ref):
-            if is_digest(ref.revision) and self._cache.has_seen(ref.uri, ref.revision):
-                packed = self.open(ref.revision)
-                if packed is not None:
-                    return self._describe(ref, packed, ref.revision)
-            revision = self._source(ref).revision(ref)
-            digest = self._cache.lookup(ref.uri, revision)
-            if not is_digest(ref.revision) or digest is not None:
-                check_revision(ref, revision, digest or "")
+            if is_digest(ref.revision):
+                return self._find_digest(ref)
+            revision = self._contents.current(ref.uri) or self._source(ref).revision(ref)
+            digest = self._lookup(ref.uri, revision)
+            check_revision(ref, revision, digest or "")
             packed = self.open(digest) if digest is not None else None
             return revision if packed is None else self._describe(ref, packed, revision)
 
-    def fetch(self, ref: AdapterRef, revision: str) -> HostAdapter:
-        """Bring what the uri holds now into the host tier, whatever revision the ref names.
+    def look(self, uri: str) -> str:
+        """The revision that a uri holds now; asks the source. Errors as for `find`."""
+        ref = AdapterRef(uri, uri)
+        with _only_adapter_errors(ref):
+            return self._source(ref).revision(ref)
 
-        revision  as `find` gave it; if the source has moved on since, so does this
+    def fetch(self, ref: AdapterRef, revision: str) -> HostAdapter:
+        """Bring a revision into the host tier.
+
+        revision  as `find` gave it; if the source has moved on since, so does this, unless the ref
+                  names a digest
         Errors:  an AdapterError, whatever went wrong.
         """
+        is_pinned = is_digest(ref.revision)
         with _only_adapter_errors(ref):
             for _ in range(3):
                 with self._lock:
@@ -105,12 +126,17 @@ class AdapterLoader:
                     raise AdapterInvalid(refused.reason, str(refused).partition(": ")[2])
                 # One fetch at a time over all processes; the others find it done.
                 with self._cache.lock(f"fetch-{_short_hash(f'{ref.uri} {revision}')}"):
-                    digest = self._cache.lookup(ref.uri, revision)
+                    digest = self._lookup(ref.uri, revision)
                     packed = self.open(digest) if digest is not None else None
+                    num_bytes = 0
                     if packed is None:
-                        packed = self._fetch_once(ref, revision)
+                        try:
+                            packed, num_bytes = self._fetch_once(ref, revision)
+                        except AdapterChanged:
+                            if is_pinned:
+                                raise
                 if packed is not None:
-                    return self._describe(ref, packed, revision)
+                    return self._describe(ref, packed, revision, num_bytes)
                 revision = self._source(ref).revision(ref)
             raise AdapterUnavailable(f"{ref.uri} changes faster than it can be read")
 
@@ -126,14 +152,53 @@ class AdapterLoader:
         """The packed adapter, if the host tier has it."""
         return self._cache.open(digest, self._targets, self._dtype)
 
-    def _fetch_once(self, ref: AdapterRef, revision: str) -> PackedAdapter | None:
-        """Read, convert and keep; None if the uri got other content meanwhile."""
+    def _find_digest(self, ref: AdapterRef) -> HostAdapter | str:
+        """`find` for a ref that names a digest: what the uri holds now does not matter."""
+        uri, digest = ref.uri, ref.revision
+        revision = self._contents.revision_of(uri, digest)
+        if revision is not None or self._cache.has_seen(uri, digest):
+            packed = self.open(digest)
+            if packed is not None:
+                return self._describe(ref, packed, revision or digest)
+        if revision is not None:
+            return revision
+        now: str | None = None
+        with suppress(AdapterNotFound):
+            now = self._source(ref).revision(ref)
+        known = None if now is None else self._lookup(uri, now)
+        if now is not None and known == digest:
+            return now
+        revision = self._contents.revision_of(uri, digest, _TELL_WAIT_S)
+        if revision is None and known is None:
+            revision = now  # unknown bytes: only reading them tells
+        if revision is None:
+            raise AdapterChanged(f"{uri} no longer holds the content with digest {digest}")
+        return revision
+
+    def _lookup(self, uri: str, revision: str) -> str | None:
+        """The digest that the uri has at this revision, if anybody has seen it."""
+        digest = self._cache.lookup(uri, revision)
+        if digest is not None:
+            self._contents.saw(uri, digest, revision)
+        return digest
+
+    def _fetch_once(self, ref: AdapterRef, revision: str) -> tuple[PackedAdapter | None, int]:
+        """Read, convert and keep; with the bytes that were read.
+
+        Errors:  AdapterChanged if the uri does not hold this revision, or not the ref's digest.
+        """
         source = self._source(ref)
+        is_pinned = is_digest(ref.revision)
         with self._cache.scratch() as folder:
-            source.fetch(ref, folder)
-            if source.revision(ref) != revision:
-                return None
+            source.fetch(ref, folder, revision)
+            # Two files are not replaced at once: they must still belong together.
+            if not is_pinned and source.revision(ref) != revision:
+                raise AdapterChanged(f"{ref.uri} was replaced while it was read")
+            num_bytes = sum(path.stat().st_size for path in folder.iterdir())
             digest = content_digest(folder)
+            if is_pinned and digest != ref.revision:
+                self._remember(ref.uri, revision, digest)
+                raise AdapterChanged(f"{ref.uri} holds other content than digest {ref.revision}")
             with self._cache.lock(f"pack-{digest}"):
                 packed = self.open(digest)
                 if packed is None:
@@ -142,8 +207,12 @@ class AdapterLoader:
                     except AdapterInvalid as e:
                         self._refuse(ref.uri, revision, e)
                         raise
-        self._cache.remember(ref.uri, revision, digest)
-        return packed
+        self._remember(ref.uri, revision, digest)
+        return packed, num_bytes
+
+    def _remember(self, uri: str, revision: str, digest: str) -> None:
+        self._cache.remember(uri, revision, digest)
+        self._contents.saw(uri, digest, revision)
 
     def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
         weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
@@ -165,13 +234,15 @@ class AdapterLoader:
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
 
-    def _describe(self, ref: AdapterRef, packed: PackedAdapter, revision: str) -> HostAdapter:
+    def _describe(
+        self, ref: AdapterRef, packed: PackedAdapter, revision: str, fetched_bytes: int = 0
+    ) -> HostAdapter:
         with packed:
             # Another engine with a higher limit may have packed it.
             rank = packed.layout.max_rank
             if rank > padded_rank(self._max_rank):
                 raise AdapterInvalid("rank_limit", f"{ref} has rank {rank} > {self._max_rank}")
-            return HostAdapter(packed.digest, revision, packed.layout)
+            return HostAdapter(packed.digest, revision, packed.layout, fetched_bytes)
 
     def _source(self, ref: AdapterRef) -> Source:
         scheme = scheme_of(ref.uri)
@@ -181,15 +252,12 @@ class AdapterLoader:
             return self._sources[scheme]
 
 
-def is_digest(text: str) -> bool:
-    """Whether a revision is a content digest (sha256 in hex), not a source's own name."""
-    return len(text) == 64 and not set(text) - set("0123456789abcdef")
-
-
 def check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
-    """AdapterNotFound if the ref asks for another content than the one of these names."""
+    """AdapterNotFound, for a digest AdapterChanged, if the ref asks for another content than the
+    one of these names."""
     if ref.revision not in ("", revision, digest):
-        raise AdapterNotFound(f"{ref.uri} does not hold revision {ref.revision}")
+        error = AdapterChanged if is_digest(ref.revision) else AdapterNotFound
+        raise error(f"{ref.uri} does not hold revision {ref.revision}")
 
 
 @contextmanager

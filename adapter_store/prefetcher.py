@@ -1,43 +1,55 @@
 """Which ref means which content, who waits for it, and bringing it into the host tier.
 
+A content that was served goes on being served to new requests while the source is away, and while
+what was put in its place is no adapter: a broken upload is its owner's to mend, and takes nobody
+down meanwhile. A uri that holds nothing any more is an error.
+
 One thread owns it (the engine's); its own threads only look and fetch, and report. Not here: slots
 and bytes of the device.
 """
 
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from adapter_store.errors import AdapterError, AdapterUnavailable, StoreFull
+from adapter_store.contents import KnownContents
+from adapter_store.errors import AdapterError, AdapterNotFound, AdapterUnavailable, StoreFull
 from adapter_store.load_threads import LoadThreads
-from adapter_store.loader import AdapterLoader, HostAdapter, check_revision, is_digest
+from adapter_store.loader import AdapterLoader, HostAdapter, check_revision
 from adapter_store.packed_layout import PackedLayout
-from adapter_store.ref import AdapterRef
+from adapter_store.ref import AdapterRef, is_digest
 
 _MAX_ENTRIES = 4096
 _LOOK_THREADS = 4
 _LOOK_WAIT_S = 1.0
+_FETCH_WAIT_S = 10.0
+_log = logging.getLogger(__name__)
 
 Report = Callable[[Callable[[], None]], None]
 
 
 @dataclass
 class _Entry:
-    """One ref. digest: the content that it is bound to; looked_at: when that was last asked for.
+    """One ref. digest, revision: the content that it is bound to; looked_at: when that was last
+    asked for.
 
-    loading: a look or a fetch is under way; fetching: the look found content that must be fetched
+    loading: a look or a fetch is under way; fetching: the look found content that must be fetched;
+    refused: why newer content could not be taken, as it was logged
     """
 
     ref: AdapterRef
     waiters: int = 0
     digest: str | None = None
+    revision: str = ""
     looked_at: float = 0.0
     loading: bool = False
     fetching: bool = False
     error: AdapterError | None = None
     failed_at: float = 0.0
+    refused: str = ""
 
 
 @dataclass
@@ -55,7 +67,8 @@ class Prefetcher:
     orphaned   told of a digest that no ref is bound to any more
     max_bytes  a larger adapter is refused (StoreFull): what the arena holds
     fresh_s, sticky_s  as `AdapterStore` documents them
-    loads, load_seconds, failures  counters by tier: "host" (found there), "remote" (fetched)
+    loads, load_seconds, load_bytes  counters by tier: "host" (found there), "remote" (fetched);
+                                     failures  loads that ended in an error
     """
 
     def __init__(
@@ -67,17 +80,20 @@ class Prefetcher:
         max_bytes: int | None,
         fresh_s: float,
         sticky_s: float,
+        contents: KnownContents,
     ) -> None:
         self._loader = loader
+        self._known_contents = contents
         self._report = report
         self._orphaned = orphaned
         self._max_bytes = max_bytes
         self._fresh_s, self._sticky_s = fresh_s, sticky_s
         self._entries: OrderedDict[AdapterRef, _Entry] = OrderedDict()
         self._contents: dict[str, _Content] = {}
-        self._fetching: dict[tuple[str, str], list[_Entry]] = {}
+        self._fetching: dict[tuple[str, str, str], list[_Entry]] = {}
         self.loads: Counter[str] = Counter()
         self.load_seconds: dict[str, float] = {"host": 0.0, "remote": 0.0}
+        self.load_bytes: Counter[str] = Counter()
         self.failures = 0
         # Apart from each other: a look takes milliseconds and must not stand behind a download.
         self._lookers = LoadThreads("adapter-look", _LOOK_THREADS)
@@ -103,16 +119,16 @@ class Prefetcher:
         """The content to serve this ref with, now; None while that is not known.
 
         While a source is asked whether it holds newer content, a known one waits for the answer,
-        but not for long; once it is known that there is newer content, that is waited for.
-        Starts a load if none was.
+        a second at most; once it is known that there is newer content, that is waited for, ten
+        seconds at most. Starts a load if none was.
         """
         entry = self._entry(ref)
         if entry.digest is None:
             if entry.error is None:
                 self._refresh(entry)
             return None
-        asked_lately = entry.loading and time.monotonic() - entry.looked_at < _LOOK_WAIT_S
-        if entry.fetching or asked_lately:
+        patience_s = _FETCH_WAIT_S if entry.fetching else _LOOK_WAIT_S
+        if entry.loading and time.monotonic() - entry.looked_at < patience_s:
             return None
         return entry.digest
 
@@ -179,6 +195,7 @@ class Prefetcher:
     def _refresh(self, entry: _Entry) -> None:
         """Start a load if the ref is unknown, failed long enough ago, or may have new content."""
         now = time.monotonic()
+        self._known_contents.want(entry.ref.uri)
         if entry.loading:
             return
         if entry.error is not None:
@@ -186,13 +203,17 @@ class Prefetcher:
         elif entry.digest is None or self._contents[entry.digest].layout is None:
             old = True
         else:
-            old = not is_digest(entry.ref.revision) and now - entry.looked_at >= self._fresh_s
+            old = (
+                not is_digest(entry.ref.revision)
+                and now - entry.looked_at >= self._fresh_s
+                and self._known_contents.current(entry.ref.uri) != entry.revision
+            )
         if old:
             self._look(entry)
 
     def _look(self, entry: _Entry) -> None:
         entry.loading, entry.error, entry.looked_at = True, None, time.monotonic()
-        self._lookers.submit(partial(self._run_look, entry))
+        self._lookers.submit(partial(self._run_look, entry), lane_of(entry.ref.uri))
 
     def _run_look(self, entry: _Entry) -> None:
         """In a thread of the lookers."""
@@ -211,13 +232,15 @@ class Prefetcher:
     def _fetch(self, entry: _Entry, revision: str) -> None:
         """Join the fetch of this (uri, revision), or start it."""
         entry.fetching = True
-        key = entry.ref.uri, revision
+        # Who asks for a digest wants that or nothing; the others follow the uri.
+        pin = entry.ref.revision if is_digest(entry.ref.revision) else ""
+        key = entry.ref.uri, revision, pin
         waiting = self._fetching.setdefault(key, [])
         waiting.append(entry)
         if len(waiting) == 1:
-            self._fetchers.submit(partial(self._run_fetch, entry.ref, key))
+            self._fetchers.submit(partial(self._run_fetch, entry.ref, key), lane_of(entry.ref.uri))
 
-    def _run_fetch(self, ref: AdapterRef, key: tuple[str, str]) -> None:
+    def _run_fetch(self, ref: AdapterRef, key: tuple[str, str, str]) -> None:
         """In a thread of the fetchers."""
         start = time.monotonic()
         try:
@@ -227,38 +250,53 @@ class Prefetcher:
             self._report(lambda: self._take_error(self._fetching.pop(key), error))
         else:
             seconds = time.monotonic() - start
-            self._report(lambda: self._take_host(self._fetching.pop(key), found, "remote", seconds))
+            tier = "remote" if found.fetched_bytes else "host"
+            self._report(lambda: self._take_host(self._fetching.pop(key), found, tier, seconds))
 
     def _take_error(self, entries: list[_Entry], error: AdapterError) -> None:
         self.failures += 1
         for entry in entries:
-            entry.loading = entry.fetching = False
-            known = entry.digest is not None and self._contents[entry.digest].layout is not None
-            # A source that is away for a while: what it held last is better than nothing.
-            if not (known and isinstance(error, AdapterUnavailable)):
-                self._fail(entry, error)
+            self._fail_or_stay(entry, error)
 
     def _take_host(
         self, entries: list[_Entry], found: HostAdapter, tier: str, seconds: float
     ) -> None:
-        self.loads[tier] += 1
-        self.load_seconds[tier] += seconds
+        content = self._contents.get(found.digest)
+        # A look that finds what was there before is no load.
+        if found.fetched_bytes or content is None or content.layout is None:
+            self.loads[tier] += 1
+            self.load_seconds[tier] += seconds
+            self.load_bytes[tier] += found.fetched_bytes or found.layout.num_bytes
         for entry in entries:
-            entry.loading = entry.fetching = False
             try:
                 check_revision(entry.ref, found.revision, found.digest)
+                self._check_size(entry.ref, found.layout)
             except AdapterError as e:
-                self._fail(entry, e)
+                self.failures += 1
+                self._fail_or_stay(entry, e)
                 continue
-            size, room = found.layout.num_bytes, self._max_bytes
-            if room is not None and size > room:
-                text = f"{entry.ref} has {size} bytes, the adapter memory {room} bytes"
-                self._fail(entry, StoreFull(text))
-                continue
+            entry.loading = entry.fetching = False
+            entry.refused = ""
+            entry.revision = found.revision
             if found.digest != entry.digest:
                 self._unbind(entry)
                 self._bind(entry, found.digest)
             self._contents[found.digest].layout = found.layout
+
+    def _check_size(self, ref: AdapterRef, layout: PackedLayout) -> None:
+        if self._max_bytes is not None and layout.num_bytes > self._max_bytes:
+            text = f"{ref} has {layout.num_bytes} bytes, the adapter memory {self._max_bytes} bytes"
+            raise StoreFull(text)
+
+    def _fail_or_stay(self, entry: _Entry, error: AdapterError) -> None:
+        """The end of a load that failed; see the head of the file for who is served on."""
+        entry.loading = entry.fetching = False
+        is_known = entry.digest is not None and self._contents[entry.digest].layout is not None
+        if not is_known or isinstance(error, AdapterNotFound):
+            self._fail(entry, error)
+        elif entry.refused != str(error):
+            entry.refused = str(error)
+            _log.warning("%s is served as it was: %s", entry.ref, error)
 
     def _fail(self, entry: _Entry, error: AdapterError) -> None:
         entry.error, entry.failed_at, entry.waiters = error, time.monotonic(), 0
@@ -288,3 +326,8 @@ class Prefetcher:
             else:
                 self._unbind(entry)
                 del self._entries[ref]
+
+
+def lane_of(uri: str) -> str:
+    """What is slow or away together: a bucket, or all folders."""
+    return uri.partition("://")[2].partition("/")[0] if "://" in uri else ""

@@ -23,3 +23,8 @@ class AdapterRef:
 
     def __str__(self) -> str:
         return f"{self.adapter_id}@{self.revision[:12]}" if self.revision else self.adapter_id
+
+
+def is_digest(text: str) -> bool:
+    """Whether a revision is a content digest (sha256 in hex), not a source's own name."""
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from adapter_store.arena import AdapterArena, SlotRows
+from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterUnavailable
 from adapter_store.formats.registry import load_adapter as load_any_format
 from adapter_store.host_cache import HostCache
@@ -46,13 +47,15 @@ class Fence(Protocol):
 class StoreStats:
     """Counters since the start, gauges of now.
 
-    loads         by tier: "remote" (fetched), "host" (found in the host tier), "device" (copied
-                  into a slot)
-    load_seconds  by the same tiers, threads summed up;  failures  loads that ended in an error
+    loads         by tier: "remote" (fetched from a source: a miss of the host tier), "host" (found
+                  in the host tier: a hit), "device" (copied into a slot)
+    load_seconds  by the same tiers, threads summed up;  load_bytes  read from the source, found,
+                  copied;  failures  loads that ended in an error
     """
 
     loads: dict[str, int]
     load_seconds: dict[str, float]
+    load_bytes: dict[str, int]
     failures: int
     evictions: int
     arena_used_bytes: int
@@ -73,6 +76,7 @@ class AdapterStore:
     fresh_s       a prefetch asks the source of a ref without digest again if the last look is older
     sticky_s      an error stays that long before a prefetch tries again;  hold_s  see the head of
                   the file
+    contents, loader, cache  for who ties stores together; safe to use from other threads
     """
 
     def __init__(
@@ -98,25 +102,28 @@ class AdapterStore:
             max_bytes = arena.num_bytes if arena.num_slots else 0
         self._arena = arena
         self._table = SlotTable(arena.num_slots, arena.num_bytes) if arena else SlotTable(0, 0)
-        self._loader = AdapterLoader(targets, dtype, cache, max_rank, s3, load_adapter)
+        self.contents = contents = KnownContents()
+        self.loader = AdapterLoader(targets, dtype, cache, max_rank, s3, load_adapter, contents)
+        self.cache = cache
         self._hold_s = hold_s
         self._fences: list[tuple[Fence, AdapterSlot, bool]] = []
         self._shown: list[tuple[int, str]] = []
         self._ready_at: dict[str, float] = {}
-        self._copies = 0
+        self._copies = self._copied_bytes = 0
         self._copy_seconds = 0.0
         self._evictions = 0
         self._results: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._progress = threading.Event()
         self._on_progress = on_progress
         self._prefetcher = Prefetcher(
-            self._loader,
+            self.loader,
             load_threads,
             self._report,
             self._table.retire,
             max_bytes,
             fresh_s,
             sticky_s,
+            self.contents,
         )
         # One copies: the link to the device is one, and so are the pinned buffers.
         self._copier = LoadThreads("adapter-copy", 1)
@@ -222,6 +229,7 @@ class AdapterStore:
         return StoreStats(
             loads={"remote": 0, "host": 0, **fetched.loads, "device": self._copies},
             load_seconds={**fetched.load_seconds, "device": self._copy_seconds},
+            load_bytes={"remote": 0, "host": 0, **fetched.load_bytes, "device": self._copied_bytes},
             failures=fetched.failures,
             evictions=self._evictions,
             arena_used_bytes=self._table.used_bytes,
@@ -268,18 +276,18 @@ class AdapterStore:
         assert self._arena is not None
         start = time.monotonic()
         try:
-            packed = self._loader.open(digest)
+            packed = self.loader.open(digest)
             if packed is None:  # it has left the host tier since
                 self._report(partial(self._take_lost, digest, index))
                 return
             with packed:
-                rows = self._arena.copy_in(packed, spans)
+                rows, num_bytes = self._arena.copy_in(packed, spans), packed.layout.num_bytes
         except Exception as e:
             error = AdapterUnavailable(f"copy to the device failed: {type(e).__name__}: {e}")
             self._report(partial(self._take_copy_failure, digest, index, error))
         else:
             seconds = time.monotonic() - start
-            self._report(partial(self._take_copied, digest, index, rows, seconds))
+            self._report(partial(self._take_copied, digest, index, rows, seconds, num_bytes))
 
     def _take_lost(self, digest: str, index: int) -> None:
         self._table.set_failed(index)
@@ -289,9 +297,12 @@ class AdapterStore:
         self._table.set_failed(index)
         self._prefetcher.fail(digest, error)
 
-    def _take_copied(self, digest: str, index: int, rows: SlotRows, seconds: float) -> None:
+    def _take_copied(
+        self, digest: str, index: int, rows: SlotRows, seconds: float, num_bytes: int
+    ) -> None:
         assert self._arena is not None
         self._arena.show(index, rows)
         self._shown.append((index, digest))
         self._copies += 1
         self._copy_seconds += seconds
+        self._copied_bytes += num_bytes

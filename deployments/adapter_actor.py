@@ -1,4 +1,5 @@
-"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks.
+"""The AdapterStore actor of a node: has adapters in the node's host tier before an engine asks, and
+looks whether sources hold newer ones, so that no engine's process does.
 
 It is the engines' own store without a device, over the same folder: whoever comes first fetches,
 the others find the file. So nothing is lost with it but a head start. No slots here.
@@ -18,6 +19,7 @@ from adapter_store.ref import AdapterRef
 
 PATIENCE_S = 600.0
 _POLL_S = 0.02
+_LOOK_WAIT_S = 1.0
 _log = logging.getLogger("ray.serve")
 
 
@@ -29,6 +31,7 @@ class AdapterStoreActor:
 
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
+        self._watches: dict[str, Any] = {}
 
     async def register(
         self,
@@ -49,8 +52,9 @@ class AdapterStoreActor:
         # Imported here and not above: torch comes with them, and who calls the actor needs none.
         from adapter_store.host_cache import HostCache
         from adapter_store.store import AdapterStore
+        from adapter_store.watch import Watch
 
-        self._stores[model] = AdapterStore(
+        store = self._stores[model] = AdapterStore(
             targets,
             None,
             HostCache(Path(folder), max_bytes),
@@ -58,6 +62,14 @@ class AdapterStoreActor:
             dtype=dtype,
             s3=s3,
         )
+        self._watches[model] = Watch(store.loader.look)
+
+    async def look(self, model: str, uris: Sequence[str]) -> dict[str, str]:
+        """What uris hold now, see `Watch.look`; in a second, however slow a source is."""
+        found: dict[str, str] = await asyncio.to_thread(
+            self._watches[model].look, uris, _LOOK_WAIT_S
+        )
+        return found
 
     async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:
         """Have adapters in the host tier; the digests of those that are there now.

@@ -1,10 +1,7 @@
 """Wires ingress, router, replicas and adapter actors into one Ray Serve application.
 
 Nothing else wires. It works with and without Serve's environment flags, which Ray's processes read
-when they start. Two are worth setting before `ray start` or `serve run`, the second so that no
-client can take the proxy's memory:
-RAY_SERVE_THROUGHPUT_OPTIMIZED=1
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards
+when they start: those of serve_flags.py are worth setting before `ray start` or `serve run`.
 """
 
 import logging

@@ -43,12 +43,14 @@ class ModelSettings(_Section):
 
     generation_defaults  what a request leaves open is sampled as the model's generation_config.json
                          says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
+    engine_process  the engine in a child process of its replica, not in one of its threads
     """
 
     name: str = Field(pattern=_NAME)
     path: str
     load_format: str = "safetensors"
     engine: dict[str, Any] = {}
+    engine_process: bool = False
     num_replicas: Annotated[int, Field(ge=1)] = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     num_gpus: Annotated[float, Field(ge=0)] = 0

@@ -24,6 +24,7 @@ import yaml
 from deployments.config import DEFAULT_CONFIG, load_config
 from deployments.keeper import run_kept
 from deployments.local_s3 import REGION, LocalS3, free_ports, is_free, weed_binary
+from deployments.serve_flags import SERVE_FLAGS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BUCKET = "adapters"
@@ -128,8 +129,7 @@ class Demo:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # Ray runs its workers at nice 15, which on a busy machine is a start of minutes.
             "RAY_worker_niceness": "0",
-            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
+            **SERVE_FLAGS,
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         }
         os.environ.pop("RAY_ADDRESS", None)

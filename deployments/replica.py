@@ -6,9 +6,10 @@ No HTTP, no text.
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -18,19 +19,23 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
-from deployments.coalescing import coalesce
+from deployments.catalog import Answer, Report
+from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
 from deployments.metrics import engine_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
+from model_runner.engine_face import EngineFace
 from model_runner.request import Request, RequestOutput
 from model_runner.stats import EngineStats
 
 if TYPE_CHECKING:
     from adapter_store.sources.source import S3Options
+    from model_runner.engine_loop import Steppable
 
 REPORT_PERIOD_S = 1.0
+_LOOK_PATIENCE_S = 10.0
 _TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 
@@ -50,44 +55,57 @@ class Replica:
         min_gap_s: float,
         router: DeploymentHandle,
     ) -> None:
-        # The engine, and torch with it, is imported in this process and in no other.
-        from model_runner.engine import Engine
         from model_runner.engine_loop import EngineLoop
+        from model_runner.engine_process import SWITCH_INTERVAL_S, EngineProcess
 
-        # The engine's thread must not wait 5 ms, Python's default, for this process' event loop.
-        sys.setswitchinterval(5e-5)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)
         self._s3 = _s3_options(adapters)
+        endpoint_url, region, access_key, _ = adapters.s3.options()
+        self._catalog_name = catalog_name(endpoint_url, region, access_key)
         # A folder that the operator named is the operator's; ours goes when its last replica does.
         ours = self._config.host_cache_dir == host_cache_dir and not adapters.host_cache_dir
         self._folder = HostTierFolder(host_cache_dir) if ours else None
         self._min_gap_s = min_gap_s
         self._router = router
-        self._engine: Engine | None = None
         self._actor: Any = None
+        self._catalog: Any = None
         self._wanted: set[AdapterRef] = set()
         self._fetches = asyncio.Lock()
         self._fetch_tasks: set[asyncio.Task[None]] = set()
         self._reported = EngineStats()
         self._seat_lost = False
 
-        def make_engine() -> Engine:
-            self._engine = Engine(self._config, self._s3)
-            return self._engine
-
-        self._loop = EngineLoop(make_engine)
+        face = EngineProcess if settings.engine_process else EngineLoop
+        self._loop: EngineFace = face(self._engine_maker())
         await asyncio.to_thread(self._loop.start)
         self._replica_id, self._node_id = _identity()
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
-        self._reports = asyncio.create_task(self._report_for_ever())
+        self._tasks = [asyncio.create_task(self._report_for_ever())]
+        store = self._loop.traits.store
+        if store is not None:  # in a child process: that store asks its sources itself
+            link = CatalogLink(
+                self._replica_id,
+                self._node_id,
+                store.contents,
+                store.cache.digests,
+                self._look,
+                self._exchange,
+            )
+            self._tasks.append(asyncio.create_task(link.run()))
+
+    def _engine_maker(self) -> "Callable[[], Steppable]":
+        # The engine, and torch with it, is imported by replicas and by no other process.
+        from model_runner.engine import Engine
+
+        return partial(Engine, self._config, self._s3)
 
     async def generate(
         self, request: Request, place: Place | None = None
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Run a request; closing this aborts it. `place` was for the request router."""
-        stream = cast(AsyncGenerator[RequestOutput, None], self._loop.stream(request))
-        async with aclosing(coalesce(stream, self._min_gap_s)) as messages:
+        async with aclosing(self._loop.messages(request, self._min_gap_s)) as messages:
             async for message in messages:
                 yield message
 
@@ -144,25 +162,50 @@ class Replica:
     async def _prefetch(self, refs: list[AdapterRef]) -> None:
         """Have the node's actor fetch adapters of this seat, so that requests find them near."""
         try:
-            async with self._fetches:
-                if self._actor is None:
-                    self._actor = await asyncio.to_thread(self._make_actor)
-            await self._actor.prefetch.remote(self._model, refs)
+            actor = await self._node_actor()
+            await actor.prefetch.remote(self._model, refs)
         except Exception as exc:
             # It died with the replica that made it, or gave up: the next try makes one if needed.
             _log.warning("nothing was fetched ahead: %s", exc)
             self._actor = None
             self._wanted.difference_update(refs)
 
+    async def _look(self, uris: list[str]) -> dict[str, str]:
+        """Look at uris for the whole service, in the node's actor, which has the time for it."""
+        try:
+            actor = await self._node_actor()
+            async with asyncio.timeout(_LOOK_PATIENCE_S):
+                found: dict[str, str] = await actor.look.remote(self._model, uris)
+        except BaseException:
+            self._actor = None
+            raise
+        return found
+
+    async def _exchange(self, report: Report) -> Answer:
+        """A turn with the catalog; after a failure the next one finds or makes it anew."""
+        if self._catalog is None:
+            self._catalog = await asyncio.to_thread(catalog_actor, self._catalog_name)
+        try:
+            answer: Answer = await self._catalog.exchange.remote(report)
+        except BaseException:
+            self._catalog = None
+            raise
+        return answer
+
+    async def _node_actor(self) -> Any:
+        async with self._fetches:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._make_actor)
+            return self._actor
+
     def _make_actor(self) -> Any:
-        assert self._engine is not None
         config = self._config
         actor = adapter_store_actor(config.host_cache_dir.replace("/", "_"), self._node_id)
         ray.get(
             actor.register.remote(
                 self._model,
-                self._engine.targets,
-                self._engine.dtype,
+                self._loop.traits.targets,
+                self._loop.traits.dtype,
                 config.max_lora_rank,
                 config.host_cache_dir,
                 config.host_cache_bytes,
@@ -175,7 +218,7 @@ class Replica:
         """Serve awaits this when the replica is stopped in order, after its streams."""
         if not hasattr(self, "_seat"):
             return
-        for task in (self._reports, *self._fetch_tasks):
+        for task in (*self._tasks, *self._fetch_tasks):
             task.cancel()
         with suppress(*_TROUBLE, TimeoutError):
             await asyncio.wait_for(

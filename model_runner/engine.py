@@ -96,8 +96,11 @@ class Engine:
         if request.adapter is None:
             self._admit(request)
         else:
-            self._arriving[request.request_id] = request
-            self.store.prefetch(request.adapter)
+            ref = request.adapter
+            if request.adapter_digest:
+                ref = dataclasses.replace(ref, revision=request.adapter_digest)
+            self._arriving[request.request_id] = dataclasses.replace(request, adapter=ref)
+            self.store.prefetch(ref)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one of its sequences) now, silently but for a last output. Unknown ids
@@ -247,6 +250,7 @@ class Engine:
             loads=store.loads.get("device", 0),
             evictions=store.evictions,
             load_seconds=sum(store.load_seconds.values()),
+            load_bytes=store.load_bytes,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             waiting_for_adapter=scheduler.num_waiting_adapter + len(self._arriving),

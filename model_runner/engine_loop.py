@@ -1,135 +1,70 @@
-"""`EngineLoop`: one thread steps an engine; an asyncio face in front. Not here: text, HTTP, Ray.
-
-Requests enter through a queue and outputs leave in one message per step and event loop, however
-many streams there are.
+"""`EngineLoop`: one thread steps an engine; and `step_engine`, the loop that such a thread, or a
+process, runs. Not here: streams (engine_face.py), text, HTTP, Ray.
 """
 
-import asyncio
 import contextlib
-import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from model_runner.engine import Engine
-from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
+from model_runner.engine_face import Abort, Command, EngineFace, EngineTraits, Submit
+from model_runner.request import Request, RequestOutput
 from model_runner.stats import EngineStats
 
 IDLE_WAIT_S = 0.2
 LOAD_POLL_S = 0.001  # how often a waiting engine looks whether an adapter arrived
 SNAPSHOT_S = 0.02
-STUCK_S = 60.0
+
+# None wakes an idle engine, which then sees that it is to stop.
+Commands = queue.SimpleQueue[Command | None]
+Tell = Callable[[Sequence[RequestOutput], EngineStats | None], None]
 
 
-@dataclass(eq=False)
-class _Stream:
-    """One request's way back: its event loop, and how many of its n sequences still run."""
-
-    request: Request
-    loop: asyncio.AbstractEventLoop
-    outputs: "asyncio.Queue[RequestOutput]"
-    open: set[int]
-
-
-class EngineLoop:
-    """Runs `make_engine()` in a thread of its own, from construction to stop.
-
-    stream() may be called from any event loop; abort() and stats() from any thread.
-    """
-
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
-        self._make_engine = make_engine
-        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # by the engine's id
-        self._key_of: dict[str, str] = {}  # request_id -> the engine's id
-        self._numbers = itertools.count()
-        self._closed, self._epitaph = False, "the engine was stopped"
-        self._ready, self._stopping = threading.Event(), threading.Event()
-        self._failure: BaseException | None = None
-        self._snapshot, self._snapshot_at = EngineStats(), 0.0
-        self._last_turn = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self, timeout_s: float | None = None) -> None:
-        """Start the thread and wait until the engine can serve. Errors: what building the engine
-        raised; TimeoutError."""
-        self._thread.start()
-        if not self._ready.wait(timeout_s):
-            raise TimeoutError(f"the engine was not ready in {timeout_s} s")
-        if self._failure is not None:
-            raise self._failure
+class Steppable(Protocol):
+    """What is asked of an engine here; engine.py says what each does. Torch comes with that one."""
 
     @property
-    def alive(self) -> bool:
-        """Whether the engine can serve: built, running, and not stuck (a step that takes a minute
-        is)."""
-        return (
-            self._ready.is_set()
-            and not self._closed
-            and self._thread.is_alive()
-            and time.monotonic() - self._last_turn < STUCK_S
-        )
+    def targets(self) -> Sequence[Any]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def is_stepping(self) -> bool: ...
+    def submit(self, request: Request) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
 
-    def stats(self) -> EngineStats:
-        """The latest snapshot, at most a step or 20 ms old."""
-        return self._snapshot
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End one sequence of a request, or all of them. Unknown ids are ignored: they may just
-        have finished."""
-        key = self._key_of.get(request_id)
-        if key is not None:
-            self._commands.put(lambda engine: engine.abort(key, index))
+class EngineLoop(EngineFace):
+    """Runs `make_engine()` in a thread of its own, from construction to stop."""
 
-    async def stream(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request, until each of its sequences has finished.
-
-        Closing or cancelling the generator aborts the request in the engine before its next step.
-        The same request_id may be used again as soon as its stream is closed.
-        """
-        problem = request.sampling.problem()
-        indices = range(1 if problem else request.sampling.n)
-        refusal = self._refusal(request, problem)
-        if refusal is not None:
-            for index in indices:
-                yield _dead(request, index, *refusal)
-            return
-        # The engine gets an id of this stream's own: what is left of an earlier stream with the
-        # same request_id must not reach this one.
-        key = f"{request.request_id}#{next(self._numbers)}"
-        stream = _Stream(request, asyncio.get_running_loop(), asyncio.Queue(), set(indices))
-        self._streams[key], self._key_of[request.request_id] = stream, key
-        mine = replace(request, request_id=key)
-        self._commands.put(lambda engine: engine.submit(mine))
-        if self._closed:  # it closed meanwhile, perhaps before it saw this stream
-            self._fail(stream, self._epitaph)
-        try:
-            while stream.open:
-                output = await stream.outputs.get()
-                if output.finish_reason is not None:
-                    stream.open.discard(output.index)
-                yield output
-        finally:
-            del self._streams[key], self._key_of[request.request_id]
-            if stream.open:
-                self._commands.put(lambda engine: engine.abort(key))
-
-    def _refusal(self, request: Request, problem: str | None) -> tuple[ErrorCode, str] | None:
-        if problem:
-            return ErrorCode.BAD_REQUEST, problem
-        if request.request_id in self._key_of:
-            words = f"request_id {request.request_id!r:.80} is already running"
-            return ErrorCode.BAD_REQUEST, words
-        return None if self.alive else (ErrorCode.ENGINE_DEAD, "the engine is not running")
+    def __init__(self, make_engine: Callable[[], Steppable]) -> None:
+        super().__init__()
+        self._make_engine = make_engine
+        self._commands: Commands = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running requests get an error."""
         self._stopping.set()
-        self._commands.put(lambda engine: None)
+        self._commands.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+
+    def _launch(self) -> None:
+        self._thread.start()
+
+    def _is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
 
     # The engine's thread
 
@@ -140,76 +75,55 @@ class EngineLoop:
             self._failure = error
             self._ready.set()
             return
-        self._snapshot = engine.stats()
-        self._last_turn = time.monotonic()
+        store = getattr(engine, "store", None)
+        self.traits = EngineTraits(engine.targets, engine.dtype, store)
+        self._tell((), engine.stats())
         self._ready.set()
         try:
-            while not self._stopping.is_set():
-                self._turn(engine)
+            step_engine(engine, self._commands, self._tell, self._stopping)
         except BaseException as error:
-            self._failure = error
-            self._epitaph = f"the engine stopped: {type(error).__name__}: {error}"
+            self._close(death_words(error))
             raise
         finally:
-            self._closed = True
-            for stream in list(self._streams.values()):
-                self._fail(stream, self._epitaph)
+            self._close(self._epitaph)
             with contextlib.suppress(Exception):
                 engine.close()
 
-    def _turn(self, engine: Engine) -> None:
-        self._last_turn = time.monotonic()
-        worked = engine.has_work
+
+def step_engine(
+    engine: Steppable, commands: Commands, tell: Tell, stopping: threading.Event
+) -> None:
+    """Step until `stopping`: obey what came, step, tell what is new; snapshots every 20 ms, and
+    every 0.2 s of an idle engine. Errors: what the engine raises, which broke it."""
+    snapshot_at = 0.0
+    while not stopping.is_set():
         with contextlib.suppress(queue.Empty):
-            command = (
-                self._commands.get(timeout=IDLE_WAIT_S)
-                if not worked
-                else self._commands.get_nowait()
-            )
-            command(engine)
+            if engine.has_work:
+                _obey(engine, commands.get_nowait())
+            else:
+                _obey(engine, commands.get(timeout=IDLE_WAIT_S))
             while True:
-                self._commands.get_nowait()(engine)
-        if engine.has_work:
-            outputs = engine.step()
-            self._deliver(outputs)
-            if not outputs and not engine.is_stepping:
-                time.sleep(LOAD_POLL_S)
+                _obey(engine, commands.get_nowait())
+        worked = engine.has_work
+        outputs = engine.step() if worked else []
         now = time.monotonic()
-        if now - self._snapshot_at > SNAPSHOT_S or not engine.has_work:
-            self._snapshot, self._snapshot_at = engine.stats(), now
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                told = replace(output, request_id=stream.request.request_id)
-                by_loop.setdefault(stream.loop, []).append((stream, told))
-        for loop, items in by_loop.items():
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop closed while its streams were running
-                loop.call_soon_threadsafe(_hand_over, items)
-
-    def _fail(self, stream: _Stream, why: str) -> None:
-        outputs = [
-            _dead(stream.request, i, ErrorCode.ENGINE_DEAD, why) for i in sorted(stream.open)
-        ]
-        with contextlib.suppress(RuntimeError):
-            stream.loop.call_soon_threadsafe(_hand_over, [(stream, o) for o in outputs])
+        stats = None
+        if now - snapshot_at > SNAPSHOT_S or not engine.has_work:
+            stats, snapshot_at = engine.stats(), now
+        if outputs or stats is not None:
+            tell(outputs, stats)
+        if worked and not outputs and not engine.is_stepping:
+            time.sleep(LOAD_POLL_S)
 
 
-def _hand_over(items: list[tuple[_Stream, RequestOutput]]) -> None:
-    for stream, output in items:
-        stream.outputs.put_nowait(output)
+def _obey(engine: Steppable, command: Command | None) -> None:
+    match command:
+        case Submit(request):
+            engine.submit(request)
+        case Abort(request_id, index):
+            engine.abort(request_id, index)
 
 
-def _dead(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
-    return RequestOutput(
-        request.request_id,
-        index,
-        finish_reason=FinishReason.ERROR,
-        error_code=code,
-        error=why,
-        num_prompt_tokens=len(request.token_ids),
-    )
+def death_words(error: BaseException) -> str:
+    """What the streams of a broken engine are told."""
+    return f"the engine stopped: {type(error).__name__}: {error}"

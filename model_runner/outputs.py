@@ -6,7 +6,7 @@ Plain values only: nothing here changes any state.
 import dataclasses
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, StoreFull
-from adapter_store.ref import AdapterRef
+from adapter_store.ref import AdapterRef, is_digest
 from model_runner.request import (
     ErrorCode,
     FinishReason,
@@ -21,7 +21,7 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
     """What is wrong with a request as such, for a model of this vocabulary and length; None if
     nothing is."""
     s, ids = request.sampling, request.token_ids
-    for name in ("request_id", "tenant_id", "cache_salt"):
+    for name in ("request_id", "tenant_id", "cache_salt", "adapter_digest"):
         if not isinstance(getattr(request, name), str):
             return ErrorCode.BAD_REQUEST, f"{name} must be a string"
     problem = s.problem()
@@ -33,6 +33,9 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
         return ErrorCode.BAD_REQUEST, "the prompt is empty"
     if request.adapter is not None and not isinstance(request.adapter, AdapterRef):
         return ErrorCode.BAD_REQUEST, f"adapter must be an AdapterRef, not {request.adapter!r:.60}"
+    if request.adapter_digest and not is_digest(request.adapter_digest):
+        text = f"adapter_digest must be a sha256 in hex, not {request.adapter_digest!r:.80}"
+        return ErrorCode.BAD_REQUEST, text
     for i in ids:
         if type(i) is not int or not 0 <= i < vocab_size:
             return ErrorCode.BAD_REQUEST, f"token id {i!r:.40} is not in 0..{vocab_size - 1}"
@@ -71,6 +74,7 @@ def make_news(
     error: tuple[ErrorCode, str] | None = None,
     prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> RequestOutput:
+    adapter = life.request.adapter
     return RequestOutput(
         life.request.request_id,
         life.index,
@@ -83,6 +87,7 @@ def make_news(
         max(0, life.num_cached_tokens),
         life.num_output,
         prompt_logprobs,
+        adapter.revision if adapter else "",  # the engine has bound it to a content by now
     )
 
 

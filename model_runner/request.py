@@ -148,6 +148,8 @@ class Request:
     request_id  unique in the engine;  adapter None = the base model;  weight = the tenant's share
                 when tenants compete;
     cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
+    adapter_digest  the content that its adapter must have, as a `RequestOutput` told it: another
+                is never used in its place. "" = what the adapter's uri holds now.
     """
 
     request_id: str
@@ -157,6 +159,7 @@ class Request:
     tenant_id: str = ""
     weight: float = 1.0
     cache_salt: str = ""
+    adapter_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class RequestOutput:
            the prefix cache),
     num_output_tokens  so far.  error_code and error go with FinishReason.ERROR.
     prompt_logprobs  of the prompt's tokens from its second on, in the first output of sequence 0
+    adapter_digest  the content of its adapter ("" = no adapter, or not known yet).
     """
 
     request_id: str
@@ -195,6 +199,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    adapter_digest: str = ""
+
+    def __reduce__(self) -> tuple[type["RequestOutput"], tuple[object, ...]]:
+        """Pickled by position: these cross two processes for every message of every stream."""
+        return type(self), tuple(self.__dict__.values())
 
 
 @dataclass

@@ -12,7 +12,7 @@ class EngineStats:
     counters: num_steps, sampled_tokens (drawn on the device), delivered_tokens (given to clients),
     discarded_tokens (drawn and thrown away),
               prompt_tokens, cached_tokens, preemptions, finished (by reason), loads, evictions,
-              load_seconds
+              load_seconds, load_bytes (by tier, as `AdapterStore` counts them)
     gauges:   running, waiting, waiting_for_adapter, free_pages, num_pages, arena_used_bytes,
     arena_bytes, slots_in_use, num_slots
     resident  adapters in slots;  by_tenant  tenant -> delivered tokens
@@ -33,6 +33,7 @@ class EngineStats:
     loads: int = 0
     evictions: int = 0
     load_seconds: float = 0.0
+    load_bytes: dict[str, int] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
     waiting_for_adapter: int = 0

@@ -31,6 +31,8 @@ LAW = {
     "adapter_store": "torch safetensors adapter_store",
     "adapter_store.ref": "",
     "adapter_store.errors": "",
+    "adapter_store.contents": "adapter_store.sources",
+    "adapter_store.load_threads": "",
     "adapter_store.weights": "torch adapter_store.ref",
     "adapter_store.slot_table": "adapter_store.ref adapter_store.errors",
     "adapter_store.sources": "adapter_store.ref adapter_store.errors adapter_store.sources",
@@ -44,6 +46,7 @@ LAW = {
     "model_runner.command_line": "yaml adapter_store.ref model_runner",
     "model_runner.tokenizer": "transformers model_runner.request",
     "model_runner.text": "adapter_store.ref model_runner.request model_runner.tokenizer",
+    "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",
     "model_runner.models": (
@@ -66,12 +69,15 @@ LAW = {
     "deployments.replica_backend": f"{_FACE} ray",
     "deployments.request_router": f"{_FACE} ray",
     "deployments.adapter_actor": f"{_FACE} ray adapter_store",
+    "deployments.catalog": f"{_FACE} adapter_store.contents",
+    "deployments.catalog_link": f"{_FACE} ray adapter_store.contents",
     "deployments.replica": f"{_FACE} ray adapter_store model_runner",
     "deployments.ingress": f"{_FACE} ray fastapi starlette pydantic",
     "deployments.connection": f"{_FACE} uvicorn",
     "deployments.edge": f"{_FACE} starlette uvicorn",
     "deployments.metrics": f"{_FACE} ray prometheus_client",
     "deployments.keeper": "",
+    "deployments.serve_flags": "",
     "deployments.local_s3": "boto3 botocore deployments.keeper",
     "deployments.demo": f"{_FACE} ray yaml",
 }
@@ -85,11 +91,15 @@ TORCH_FREE = (
     "model_runner.stats",
     "model_runner.tokenizer",
     "model_runner.text",
+    "model_runner.engine_face",
+    "model_runner.engine_loop",
+    "model_runner.engine_process",
     "model_runner.scheduling",
     "deployments.ingress",
     "deployments.router",
     "deployments.placement",
     "deployments.config",
+    "deployments.catalog_link",
 )
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from adapter_store.errors import AdapterNotFound, AdapterUnavailable
+from adapter_store.errors import AdapterChanged, AdapterNotFound, AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import (
     DEFAULT_MAX_BYTES,
@@ -29,25 +29,24 @@ class LocalSource:
 
     def revision(self, ref: AdapterRef) -> str:
         """See `Source`. A file that is rewritten gets other times, hence another revision."""
-        digest = hashlib.sha256()
-        for name, info in self._list(ref).items():
-            times = f"{info.st_mtime_ns} {info.st_ctime_ns}"
-            digest.update(f"{name} {info.st_size} {info.st_ino} {times}\n".encode())
-        return f"local-{digest.hexdigest()[:40]}"
+        return _name(self._list(ref))
 
-    def fetch(self, ref: AdapterRef, into: Path) -> None:
-        """See `Source`."""
+    def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
+        """See `Source`. Folders keep no older versions."""
         folder = _folder(ref)
-        for name, info in self._list(ref).items():
+        listed = self._list(ref)
+        if _name(listed) != revision:
+            raise AdapterChanged(f"{ref.uri} no longer holds {revision}")
+        for name, info in listed.items():
             try:
                 shutil.copyfile(folder / name, into / name)
             except FileNotFoundError as e:
-                raise AdapterUnavailable(f"{folder / name} vanished while it was read") from e
+                raise AdapterChanged(f"{folder / name} vanished while it was read") from e
             except OSError as e:
                 raise AdapterUnavailable(f"cannot copy {folder / name}: {e.strerror}") from e
             size = (into / name).stat().st_size
             if size != info.st_size:
-                raise AdapterUnavailable(f"{folder / name} changed while it was read")
+                raise AdapterChanged(f"{folder / name} changed while it was read")
 
     def _list(self, ref: AdapterRef) -> dict[str, os.stat_result]:
         """Known files -> stat, in the order of reading."""
@@ -63,6 +62,14 @@ class LocalSource:
         chosen = {name: infos[name] for name in FILES}
         check_sizes(ref, {name: info.st_size for name, info in chosen.items()}, self._max_bytes)
         return chosen
+
+
+def _name(files: dict[str, os.stat_result]) -> str:
+    digest = hashlib.sha256()
+    for name, info in files.items():
+        times = f"{info.st_mtime_ns} {info.st_ctime_ns}"
+        digest.update(f"{name} {info.st_size} {info.st_ino} {times}\n".encode())
+    return f"local-{digest.hexdigest()[:40]}"
 
 
 def _folder(ref: AdapterRef) -> Path:

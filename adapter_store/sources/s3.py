@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import boto3
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
-from adapter_store.errors import AdapterNotFound, AdapterUnavailable
+from adapter_store.errors import AdapterChanged, AdapterNotFound, AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import (
     CONFIG_FILE,
@@ -38,6 +39,7 @@ from adapter_store.sources.source import (
 
 _CHUNK_BYTES = 1 << 18
 _MISSING = {"NoSuchKey", "NoSuchBucket", "404", "NotFound", "NoSuchVersion"}
+_REVISION = "s3-"
 _session_lock = threading.Lock()
 
 
@@ -57,7 +59,8 @@ class _Changed(Exception):
 
 
 class S3Source:
-    """`s3://bucket/prefix`. The revision is made of ETag, version and size of each file."""
+    """`s3://bucket/prefix`. The revision spells size, ETag and version of each file, so an older
+    one can still be read where the bucket keeps versions."""
 
     def __init__(self, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._options = s3 or S3Options()
@@ -66,23 +69,18 @@ class S3Source:
 
     def revision(self, ref: AdapterRef) -> str:
         """See `Source`. Two requests for an adapter in one file."""
-        digest = hashlib.sha256()
-        for name, obj in self._describe(ref).items():
-            digest.update(f"{name} {obj.size} {obj.etag} {obj.version}\n".encode())
-        return f"s3-{digest.hexdigest()[:40]}"
+        found = self._describe(ref).values()
+        files = ((str(obj.size), obj.etag.strip('"'), obj.version) for obj in found)
+        return _REVISION + "+".join("/".join(quote(v, safe="") for v in file) for file in files)
 
-    def fetch(self, ref: AdapterRef, into: Path) -> None:
-        """See `Source`. Starts again, three times at most, if an object is replaced meanwhile."""
+    def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
+        """See `Source`. Every read is bound to the ETag and, where there is one, the version."""
         bucket, _ = _split(ref)
-        for _ in range(3):
-            objects = self._describe(ref)
-            try:
-                for name, obj in objects.items():
-                    self._download(ref, bucket, obj, into / name)
-                return
-            except _Changed:
-                continue
-        raise AdapterUnavailable(f"{ref.uri} is being replaced again and again")
+        try:
+            for name, obj in self._describe_at(ref, revision).items():
+                self._download(ref, bucket, obj, into / name)
+        except _Changed as e:
+            raise AdapterChanged(f"{ref.uri} no longer holds {revision}") from e
 
     def _client(self) -> Any:
         """The boto3 client, made at the first request: slow to make, and not by two threads."""
@@ -131,16 +129,32 @@ class S3Source:
         check_sizes(ref, {name: obj.size for name, obj in chosen.items()}, self._max_bytes)
         return chosen
 
-    def _head(self, bucket: str, key: str) -> _Object | None:
-        """What the object is now; None if there is none."""
+    def _describe_at(self, ref: AdapterRef, revision: str) -> dict[str, _Object]:
+        """The same for a revision that was named before; `_Changed` if it cannot be had."""
+        bucket, prefix = _split(ref)
+        files = revision.removeprefix(_REVISION).split("+")
+        found: dict[str, _Object] = {}
+        for name, file in zip(FILES, files, strict=True):
+            size, etag, version = (unquote(value) for value in file.split("/"))
+            with _errors(ref):
+                obj = self._head(bucket, f"{prefix}{name}", version)
+            if obj is None or (str(obj.size), obj.etag.strip('"')) != (size, etag):
+                raise _Changed
+            found[name] = obj
+        check_sizes(ref, {name: obj.size for name, obj in found.items()}, self._max_bytes)
+        return found
+
+    def _head(self, bucket: str, key: str, version: str = "") -> _Object | None:
+        """What the object is now, or was at a version; None if there is none."""
         client = self._client()
+        which = {"VersionId": version} if version not in ("", "null") else {}
         try:
-            answer = client.head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+            answer = client.head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED", **which)
         except ClientError as e:
             if _code(e) in _MISSING:
                 return None
             # A refused HEAD is a bare status; the same GET says in words what is wrong.
-            client.get_object(Bucket=bucket, Key=key, Range="bytes=0-0")["Body"].close()
+            client.get_object(Bucket=bucket, Key=key, Range="bytes=0-0", **which)["Body"].close()
             raise
         return _Object(
             key=key,

@@ -24,16 +24,20 @@ class Source(Protocol):
     """Where the bytes of adapters lie. Safe to use from several threads at once.
 
     Errors: AdapterNotFound if nothing is there; AdapterUnavailable if it cannot be read just now,
-    naming the cause; AdapterInvalid for a folder that can be seen to be no adapter before its
-    weights are read; StoreFull if too large.
+    naming the cause; AdapterChanged (`fetch`); AdapterInvalid for a folder that can be seen to be
+    no adapter before its weights are read; StoreFull if too large.
     """
 
     def revision(self, ref: AdapterRef) -> str:
         """Name of what the uri holds now: equal names, equal bytes. Reads no weights."""
         ...
 
-    def fetch(self, ref: AdapterRef, into: Path) -> None:
-        """Copy the adapter's files, and no other, into an existing folder."""
+    def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
+        """Copy the adapter's files, and no other, into an existing folder.
+
+        revision  as `revision` named it, lately or long ago: exactly that content is copied, an
+                  older one where the source keeps versions, else AdapterChanged
+        """
         ...
 
 

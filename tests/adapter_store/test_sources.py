@@ -6,10 +6,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, StoreFull
+from adapter_store.errors import (
+    AdapterChanged,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterUnavailable,
+    StoreFull,
+)
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.registry import SOURCES, open_source
 from adapter_store.sources.s3 import S3Source, _failed_check, _Object
@@ -60,8 +67,13 @@ def ref_to(uri: str) -> AdapterRef:
 
 def fetched(source: object, uri: str, into: Path) -> dict[str, bytes]:
     into.mkdir()
-    source.fetch(ref_to(uri), into)  # type: ignore[attr-defined]
+    copy(source, uri, into)
     return {path.name: path.read_bytes() for path in into.iterdir()}
+
+
+def copy(source: Any, uri: str, into: Path) -> None:
+    """What the uri holds now."""
+    source.fetch(ref_to(uri), into, source.revision(ref_to(uri)))
 
 
 # ---- folders
@@ -107,7 +119,7 @@ def test_local_refusals_name_the_reason(tmp_path: Path) -> None:
         with pytest.raises(error, match=text):
             source.revision(ref_to(str(folder)))
         with pytest.raises(error, match=text):
-            source.fetch(ref_to(str(folder)), tmp_path)
+            source.fetch(ref_to(str(folder)), tmp_path, "local-")
 
 
 def test_sizes_are_bounded_before_anything_is_read(tmp_path: Path) -> None:
@@ -116,11 +128,11 @@ def test_sizes_are_bounded_before_anything_is_read(tmp_path: Path) -> None:
     into = tmp_path / "into"
     into.mkdir()
     with pytest.raises(StoreFull, match=str(size)):
-        open_source(str(folder), max_bytes=size - 1).fetch(ref_to(str(folder)), into)
+        copy(open_source(str(folder), max_bytes=size - 1), str(folder), into)
     assert not list(into.iterdir())
     (folder / CONFIG).write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(AdapterInvalid, match=CONFIG):
-        open_source(str(folder)).fetch(ref_to(str(folder)), into)
+        copy(open_source(str(folder)), str(folder), into)
 
 
 def test_unreadable_folder_is_no_missing_one(tmp_path: Path) -> None:
@@ -177,11 +189,9 @@ def test_s3_revision_follows_the_content(s3: S3Server) -> None:
         ("s3://Bad_Bucket!/a", "Bad_Bucket!"),
     ],
 )
-def test_s3_missing_is_not_found(s3: S3Server, tmp_path: Path, uri: str, text: str) -> None:
-    source = S3Source(options(s3))
-    for call in (lambda: source.revision(ref_to(uri)), lambda: source.fetch(ref_to(uri), tmp_path)):
-        with pytest.raises(AdapterNotFound, match=text):
-            call()
+def test_s3_missing_is_not_found(s3: S3Server, uri: str, text: str) -> None:
+    with pytest.raises(AdapterNotFound, match=text):
+        S3Source(options(s3)).revision(ref_to(uri))
 
 
 def test_s3_half_an_adapter_is_refused(s3: S3Server) -> None:
@@ -270,7 +280,7 @@ def test_s3_body_that_always_breaks_is_a_clear_error(
 
 
 def test_s3_object_replaced_while_read_is_never_mixed(s3: S3Server, tmp_path: Path) -> None:
-    """The second part is asked for after the object has changed: all of it is read again."""
+    """The second part is asked for after the object has changed."""
     new = bytes(reversed(BIG))
     client = s3.client()
 
@@ -282,15 +292,46 @@ def test_s3_object_replaced_while_read_is_never_mixed(s3: S3Server, tmp_path: Pa
     relay = Relay(s3.port, break_when)
     try:
         source = S3Source(replace(options(s3, relay.endpoint_url), parts_at_once=1))
-        files = fetched(source, "s3://tenants/replaced", tmp_path / "into")
-        assert files[WEIGHTS] == new
+        with pytest.raises(AdapterChanged, match="s3://tenants/replaced no longer holds s3-"):
+            fetched(source, "s3://tenants/replaced", tmp_path / "into")
+        assert fetched(source, "s3://tenants/replaced", tmp_path / "again")[WEIGHTS] == new
     finally:
         relay.close()
 
 
+@pytest.mark.parametrize("versioned", [True, False])
+def test_s3_older_content_is_read_where_the_bucket_keeps_versions(
+    s3: S3Server, tmp_path: Path, versioned: bool
+) -> None:
+    client, bucket = s3.client(), f"versioned-{versioned}".lower()
+    client.create_bucket(Bucket=bucket)
+    if versioned:
+        enabled = {"Status": "Enabled"}
+        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration=enabled)
+    source, uri = S3Source(options(s3)), f"s3://{bucket}/a"
+    ref, revisions = ref_to(uri), []
+    for body in (b"1", b"2"):
+        client.put_object(Bucket=bucket, Key=f"a/{CONFIG}", Body=b"{}")
+        client.put_object(Bucket=bucket, Key=f"a/{WEIGHTS}", Body=body)
+        revisions.append(source.revision(ref))
+    assert fetched(source, uri, tmp_path / "new")[WEIGHTS] == b"2"
+    for deleted in (False, True):
+        if deleted:
+            client.delete_object(Bucket=bucket, Key=f"a/{WEIGHTS}")
+        into = tmp_path / f"old-{deleted}"
+        into.mkdir()
+        if versioned:
+            source.fetch(ref, into, revisions[0])
+            assert (into / WEIGHTS).read_bytes() == b"1"
+        else:
+            with pytest.raises(AdapterChanged, match=f"{uri} no longer holds"):
+                source.fetch(ref, into, revisions[0])
+            assert not (into / WEIGHTS).exists()
+
+
 def test_s3_size_is_bounded(s3: S3Server, tmp_path: Path) -> None:
     with pytest.raises(StoreFull, match=str(len(BIG) + 2)):
-        S3Source(options(s3), max_bytes=len(BIG)).fetch(ref_to("s3://tenants/a"), tmp_path)
+        copy(S3Source(options(s3), max_bytes=len(BIG)), "s3://tenants/a", tmp_path)
     assert not list(tmp_path.iterdir())
 
 

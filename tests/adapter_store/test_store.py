@@ -16,6 +16,7 @@ import torch
 
 from adapter_store.arena import AdapterArena
 from adapter_store.errors import (
+    AdapterChanged,
     AdapterError,
     AdapterInvalid,
     AdapterNotFound,
@@ -485,15 +486,15 @@ def test_a_digest_is_no_ticket_to_other_peoples_adapters(bench: Bench) -> None:
     store, mine, theirs = bench.store(), bench.ref("a", seed=1), bench.ref("b", seed=2)
     digest = use(store, theirs).digest
     stolen = replace(mine, revision=digest)
-    assert isinstance(fails(store, stolen), AdapterNotFound)
+    assert isinstance(fails(store, stolen), AdapterChanged)
     other = bench.store()
-    assert isinstance(fails(other, stolen), AdapterNotFound)
+    assert isinstance(fails(other, stolen), AdapterChanged)
     assert use(other, replace(theirs, revision=digest)).digest == digest
     write_peft_folder(Path(theirs.uri), 9)
     late = replace(theirs, revision=digest)
     assert use(bench.store(), late).digest == digest, "known to have been there"
     fresh = bench.store(cache="other")
-    assert isinstance(fails(fresh, late), AdapterNotFound), "gone for good"
+    assert isinstance(fails(fresh, late), AdapterChanged), "gone for good"
 
 
 def test_equal_content_shares_a_slot(bench: Bench) -> None:

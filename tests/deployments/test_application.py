@@ -84,6 +84,8 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
         absent = AdapterRef("t/absent", str(DEMO / "adapters" / "absent"))
         digests = await actor.prefetch("demo", [*good, absent])
         assert set(digests) == set(good)
+        seen = await actor.look("demo", [ref.uri for ref in (*good, absent)])
+        assert seen[absent.uri] == "" and all(seen[ref.uri] for ref in good)
         packed = {path.name.split("-")[0] for path in (tmp_path / "packed").iterdir()}
         assert packed == set(digests.values())
         # The engine finds them there: nothing is fetched again.

@@ -6,6 +6,8 @@ The router and the node's actor are stand-ins that speak through `.remote`. Not 
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +17,11 @@ import pytest
 
 import deployments.replica as replica_side
 from adapter_store.ref import AdapterRef
-from deployments.config import ServiceConfig
+from deployments.config import ModelSettings, ServiceConfig
 from deployments.replica import Replica
 from deployments.router import SeatOrders
+from model_runner.engine_process import EngineProcess
+from model_runner.request import Request, SamplingParams
 from tests.guards import take_out
 
 A, B = AdapterRef("t/a", "/a"), AdapterRef("t/b", "/b")
@@ -88,13 +92,23 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
     monkeypatch.setattr(replica_side, "REPORT_PERIOD_S", 3600.0)  # the tests report by hand
-    one = Replica.__new__(Replica)
-    settings, adapters = demo_config.models[0], demo_config.adapters
-    await one.__init__(settings, adapters, str(tmp_path / "tier"), 0.02, router)  # type: ignore
+    one = await make_replica(demo_config, demo_config.models[0], router, tmp_path)
     one._make_actor = actors.make  # type: ignore[method-assign]
     yield one
-    await one.__del__()
-    one.__class__ = Gone  # type: ignore[assignment]
+    await end(one)
+
+
+async def make_replica(
+    config: ServiceConfig, settings: ModelSettings, router: FakeRouter, folder: Path
+) -> Replica:
+    one = Replica.__new__(Replica)
+    await one.__init__(settings, config.adapters, str(folder / "tier"), 0.02, router)  # type: ignore
+    return one
+
+
+async def end(replica: Replica) -> None:
+    await replica.__del__()
+    replica.__class__ = Gone  # type: ignore[assignment]
 
 
 async def report(replica: Replica) -> None:
@@ -127,6 +141,27 @@ async def test_a_replica_without_its_engine_is_ill(replica: Replica) -> None:
     assert not await is_ill(replica)
     await asyncio.to_thread(replica._loop.stop)
     assert "engine is not running" in await is_ill(replica)
+
+
+async def test_an_engine_in_a_child_process_serves_and_its_death_is_noticed(
+    demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    settings = demo_config.models[0].model_copy(update={"engine_process": True})
+    replica = await make_replica(demo_config, settings, router, tmp_path)
+    try:
+        loop = replica._loop
+        assert isinstance(loop, EngineProcess)
+        assert loop.traits.targets and loop.traits.dtype is not None  # for the node's actor
+        request = Request("r", (5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True))
+        outputs = [output async for message in replica.generate(request) for output in message]
+        assert sum(len(output.new_token_ids) for output in outputs) == 4
+        os.kill(loop.pid, signal.SIGKILL)
+        while not await is_ill(replica):
+            await asyncio.sleep(0.01)
+    finally:
+        await end(replica)
 
 
 async def what_failed_is_tried_again(

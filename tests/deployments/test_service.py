@@ -25,14 +25,17 @@ import ray
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.exceptions import RayError
 
 from deployments.application import start
+from deployments.catalog import CatalogStats
+from deployments.catalog_link import catalog_name
 from deployments.config import load_config
 from model_runner.stats import EngineStats
 from model_runner.tokenizer import Tokenizer
 from tests.deployments.company import Company, Raw, peak_bytes, text_of
 from tests.deployments.hostile import BODIES
-from tests.s3_server import READER_KEY, READER_SECRET, Relay, start_s3_server
+from tests.s3_server import READER_KEY, READER_SECRET, Relay, S3Server, start_s3_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -50,6 +53,8 @@ class Service:
     url: str
     private: Path
     stalled: set[str]
+    s3: S3Server
+    catalog_name: str
 
     def client(self, tenant: str = "pirate") -> openai.OpenAI:
         return openai.OpenAI(api_key=f"key-of-{tenant}", base_url=f"{self.url}/v1", max_retries=0)
@@ -67,6 +72,15 @@ class Service:
     def stats_of_tenant(self, tenant: str) -> int:
         """Tokens given to a tenant so far."""
         return sum(stats.by_tenant.get(tenant, 0) for stats in self.stats())
+
+    def catalog(self) -> CatalogStats | None:
+        """What the catalog has; None: there is none that answers."""
+        try:
+            actor = ray.get_actor(self.catalog_name, namespace="adapter-store")
+            found: CatalogStats = ray.get(actor.stats.remote(), timeout=5)
+        except (ValueError, RayError):
+            return None
+        return found
 
     def metrics(self) -> "Metrics":
         time.sleep(2.5)  # replicas report once a second, and the page may be a second old
@@ -116,6 +130,7 @@ def service() -> Iterator[Service]:
         for style in STYLES:
             s3.put_folder("open", style, DEMO / "adapters" / style)
         s3.put_folder("closed", "pirate", DEMO / "adapters" / "pirate")
+        s3.put_folder("open", "restless", DEMO / "adapters" / "pirate")
         broken = dict(json.loads((DEMO / "adapters/pirate/adapter_config.json").read_text()), r=3)
         s3.put_folder("open", "broken", DEMO / "adapters" / "pirate")
         s3.client().put_object(
@@ -134,7 +149,8 @@ def service() -> Iterator[Service]:
         )
         try:
             start(load_config(path))
-            found = Service(f"http://127.0.0.1:{port}", private, stalled)
+            name = catalog_name(relay.endpoint_url, "us-east-1", READER_KEY)
+            found = Service(f"http://127.0.0.1:{port}", private, stalled, s3, name)
             wait_until(lambda: httpx.get(f"{found.url}/ready").status_code == 200, 60)
             yield found
         finally:
@@ -155,6 +171,13 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
         }
         for style in STYLES
     ]
+    tenants.append(
+        {
+            "tenant_id": "restless",
+            "api_keys": ["key-of-restless"],
+            "adapters": {"restless": "restless"},
+        }
+    )
     tenants.append(
         {
             "tenant_id": "unlucky",
@@ -628,6 +651,63 @@ def test_without_its_router_the_service_goes_on(service: Service) -> None:
         assert answer.choices[0].message.content == line[style]
     wait_until(lambda: httpx.get(f"{service.url}/metrics", timeout=30).status_code == 200, 60)
     wait_until(lambda: service.metrics()("moe_replicas") == 3, 60)
+
+
+def restless(service: Service) -> str:
+    """An answer under the adapter that is replaced now and then: the old one's or the new one's."""
+    line = QUESTIONS[2]
+    answer = ask(service.client("restless"), "restless", line["question"])
+    text = str(answer.choices[0].message.content)
+    return next((style for style in STYLES if line[style] == text), f"a mix: {text}")
+
+
+def catalog_vouches(service: Service) -> bool:
+    """Whether the catalog has a watcher's word for all that was asked for lately."""
+    stats = service.catalog()
+    return stats is not None and 0 < stats.wanted_uris == stats.watched_uris
+
+
+def replace_and_see(service: Service, style: str) -> None:
+    before = restless(service)
+    service.s3.put_folder("open", "restless", DEMO / "adapters" / style)
+    seen = []
+    wait_until(lambda: seen.append(restless(service)) or seen[-1] == style, 30)
+    assert set(seen) <= {before, style}, "old or new, nothing else"
+
+
+def named_actors() -> set[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {actor["name"] for actor in actors if actor["namespace"] == "adapter-store"}
+
+
+def test_a_replaced_adapter_is_served_soon_and_looked_at_for_all(service: Service) -> None:
+    assert restless(service) == "pirate"
+    wait_until(lambda: catalog_vouches(service), 60)
+    replace_and_see(service, "formal")
+    wait_until(lambda: catalog_vouches(service), 60)
+    stats = service.catalog()
+    assert stats is not None and sum(stats.held_by_node.values()) >= 2, "old and new"
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["restarted", "gone"])
+def test_a_killed_catalog_keeps_nobody_and_is_full_again(service: Service, for_good: bool) -> None:
+    assert restless(service) in STYLES
+    wait_until(lambda: catalog_vouches(service), 60)
+    actor = ray.get_actor(service.catalog_name, namespace="adapter-store")
+    ray.kill(actor, no_restart=for_good)
+    replace_and_see(service, "spanish" if for_good else "pirate")
+    wait_until(lambda: catalog_vouches(service), 60)
+    replace_and_see(service, "formal")
+
+
+def test_a_killed_store_actor_keeps_nobody_and_is_made_again(service: Service) -> None:
+    assert restless(service) in STYLES
+    [name] = named_actors() - {service.catalog_name}
+    ray.kill(ray.get_actor(name, namespace="adapter-store"))
+    replace_and_see(service, "spanish")
+    wait_until(lambda: named_actors() == {name, service.catalog_name}, 60)
+    wait_until(lambda: catalog_vouches(service), 60)
+    replace_and_see(service, "pirate")
 
 
 def test_health_and_readiness(service: Service) -> None:

@@ -1,99 +1,12 @@
-"""Coalescing, interleaving and spelling of outputs. Without HTTP."""
+"""Interleaving and spelling of outputs. Without HTTP."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.coalescing import coalesce, join_outputs
 from deployments.streaming import Tally, interleave
-from model_runner.request import FinishReason, RequestOutput, TokenLogprobs
 from model_runner.text import TextOutput
-
-
-def output(token_id: int, index: int = 0, end: bool = False) -> RequestOutput:
-    reason = FinishReason.LENGTH if end else None
-    return RequestOutput("r", index, (token_id,), (TokenLogprobs(-1.0),), reason)
-
-
-async def paced(
-    number: int, gap_s: float, closed: list[str]
-) -> AsyncGenerator[RequestOutput, None]:
-    try:
-        for i in range(number):
-            yield output(i, end=i == number - 1)
-            await asyncio.sleep(gap_s)
-    finally:
-        closed.append("closed")
-
-
-async def test_first_at_once_then_gaps_and_nothing_lost() -> None:
-    begin = time.monotonic()
-    seen: list[tuple[float, RequestOutput]] = []
-    async for message in coalesce(paced(60, 0.003, []), 0.04):
-        assert len(message) == 1
-        seen.append((time.monotonic() - begin, message[0]))
-    tokens = [token for _, out in seen for token in out.new_token_ids]
-    assert tokens == list(range(60))
-    assert sum(len(out.logprobs) for _, out in seen) == 60
-    assert seen[0][1].new_token_ids == (0,) and seen[0][0] < 0.03
-    assert seen[-1][1].finish_reason is FinishReason.LENGTH
-    gaps = [b[0] - a[0] for a, b in zip(seen, seen[1:], strict=False)]
-    assert min(gaps[:-1]) >= 0.039  # the last one waits for nothing
-
-
-async def test_the_end_does_not_wait() -> None:
-    begin = time.monotonic()
-    messages = [m async for m in coalesce(paced(2, 0.0, []), 5.0)]
-    assert time.monotonic() - begin < 1
-    assert [t for m in messages for o in m for t in o.new_token_ids] == [0, 1]
-
-
-async def test_closing_closes_the_source_at_once() -> None:
-    closed: list[str] = []
-    stream = coalesce(paced(1000, 0.01, closed), 0.5)
-    await anext(stream)
-    begin = time.monotonic()
-    await stream.aclose()
-    assert closed == ["closed"] and time.monotonic() - begin < 0.1
-
-
-async def test_cancelling_the_reader_closes_the_source() -> None:
-    closed: list[str] = []
-
-    async def read() -> None:
-        async for _ in coalesce(paced(1000, 0.01, closed), 0.02):
-            pass
-
-    task = asyncio.create_task(read())
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert closed == ["closed"]
-
-
-async def test_an_error_of_the_source_comes_out_after_what_was_read() -> None:
-    async def broken() -> AsyncGenerator[RequestOutput, None]:
-        yield output(1)
-        yield output(2)
-        raise RuntimeError("engine broke")
-
-    seen: list[int] = []
-    with pytest.raises(RuntimeError, match="engine broke"):
-        async for message in coalesce(broken(), 0.01):
-            seen += message[0].new_token_ids
-    assert seen == [1, 2]
-
-
-def test_join_keeps_sequences_apart() -> None:
-    joined = join_outputs([output(1), output(7, 1), output(2), output(8, 1, end=True)])
-    assert [(o.index, o.new_token_ids, len(o.logprobs)) for o in joined] == [
-        (0, (1, 2), 2),
-        (1, (7, 8), 2),
-    ]
-    assert joined[0].finish_reason is None and joined[1].finish_reason is FinishReason.LENGTH
 
 
 async def numbers(

@@ -1,25 +1,43 @@
-"""The asyncio face of the engine: streams, hang-ups, aborts, a broken engine, two event loops."""
+"""The asyncio face of an engine: streams, hang-ups, aborts, a broken engine, two event loops.
+
+Everything over a thread and over a child process. Not here: messages and gaps
+(test_engine_face.py).
+"""
 
 import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from adapter_store.ref import AdapterRef
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
+from model_runner.engine_face import EngineFace
 from model_runner.engine_loop import EngineLoop
+from model_runner.engine_process import EngineProcess
 from model_runner.request import ErrorCode, FinishReason, Request, SamplingParams
+from tests.model_runner import broken_engines
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR
+from tests.ready_engine import ReadyEngine
 
 CONFIG = EngineConfig(model=str(BASE_DIR), max_model_len=1024, kv_bytes=32 << 20)
 PIRATE = AdapterRef("pirate", str(ADAPTER_DIRS["pirate"]))
 
 
-@pytest.fixture(scope="module")
-def loop():
-    loop = EngineLoop(lambda: Engine(CONFIG))
+ENGINE = functools.partial(Engine, CONFIG)
+FACES = pytest.mark.parametrize("face", [EngineLoop, EngineProcess])
+
+
+@pytest.fixture(scope="module", params=[EngineLoop, EngineProcess])
+def loop(request):
+    loop = request.param(ENGINE)
     loop.start(60)
     yield loop
     loop.stop()
@@ -34,7 +52,7 @@ def greedy(name: str, max_tokens: int, **fields) -> Request:
     )
 
 
-async def collect(loop: EngineLoop, request: Request) -> list[int]:
+async def collect(loop: EngineFace, request: Request) -> list[int]:
     ids = []
     async for output in loop.stream(request):
         assert output.error_code is None, output.error
@@ -116,7 +134,7 @@ async def test_a_request_id_used_again_gets_its_own_tokens(loop):
 async def test_a_stuck_engine_refuses_the_new_and_keeps_the_old(loop, monkeypatch):
     stream = loop.stream(greedy("old", 400))
     await anext(stream)
-    monkeypatch.setattr(EngineLoop, "alive", False)
+    monkeypatch.setattr(type(loop), "alive", False)
     refused = [o async for o in loop.stream(greedy("new", 5))]
     assert [o.error_code for o in refused] == [ErrorCode.ENGINE_DEAD]
     monkeypatch.undo()
@@ -130,26 +148,18 @@ async def test_whatever_n_is_the_stream_ends(loop):
         assert [o.error_code for o in outputs] == [ErrorCode.BAD_REQUEST]
 
 
-async def test_a_stopped_loop_refuses_even_while_its_engine_closes(monkeypatch):
-    loop = EngineLoop(lambda: Engine(CONFIG))
+@FACES
+async def test_a_stopped_loop_refuses_even_while_its_engine_closes(face):
+    loop = face(broken_engines.SlowlyClosingEngine)
     loop.start(60)
-    closing, go_on = threading.Event(), threading.Event()
-    real = Engine.close
-
-    def slow_close(self):
-        closing.set()
-        go_on.wait(10)
-        real(self)
-
-    monkeypatch.setattr(Engine, "close", slow_close)
     stopper = threading.Thread(target=loop.stop)
     stopper.start()
-    await wait_until(closing.is_set, 5)
-    assert not loop.alive
+    await wait_until(lambda: not loop.alive, 5)
     late = [o async for o in loop.stream(greedy("late", 5))]
     assert [o.error_code for o in late] == [ErrorCode.ENGINE_DEAD]
-    go_on.set()
-    stopper.join(20)
+    assert stopper.is_alive()
+    await asyncio.to_thread(stopper.join, 20)
+    assert not stopper.is_alive()
 
 
 def test_streams_of_two_event_loops(loop):
@@ -166,26 +176,86 @@ def test_streams_of_two_event_loops(loop):
     assert results["loop0"] == results["loop1"] and len(results["loop0"]) == 20
 
 
-def test_an_engine_that_cannot_be_built_says_why():
-    broken = EngineLoop(lambda: Engine(EngineConfig(model="/nowhere")))
-    with pytest.raises(ValueError, match="/nowhere"):
+@FACES
+def test_an_engine_that_cannot_be_built_says_why(face):
+    broken = face(functools.partial(EngineConfig, "/nowhere", page_tokens=0))
+    with pytest.raises(ValueError, match="page_tokens"):
         broken.start(30)
     assert not broken.alive
+    broken.stop()
 
 
-async def test_a_broken_engine_fails_its_streams_and_is_not_alive(monkeypatch):
-    loop = EngineLoop(lambda: Engine(CONFIG))
-    loop.start(60)
-    stream = loop.stream(greedy("victim", 900))
-    await anext(stream)
+def test_an_error_that_cannot_travel_is_told_in_words():
+    broken = EngineProcess(broken_engines.refuse_to_be_built)
+    with pytest.raises(RuntimeError, match="OddError: there is no such engine"):
+        broken.start(30)
 
-    def explode(self):
-        raise RuntimeError("the device is gone")
 
+@FACES
+async def test_a_broken_engine_fails_its_streams_and_is_not_alive(face, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(Engine, "step", explode)
-    last = [o async for o in stream][-1]
-    assert last.error_code is ErrorCode.ENGINE_DEAD and "the device is gone" in last.error
+    loop = face(broken_engines.ExplodingEngine)
+    loop.start(60)
+    outputs = [o async for o in loop.stream(greedy("victim", 900))]
+    assert sum(len(o.new_token_ids) for o in outputs) == 4
+    assert outputs[-1].error_code is ErrorCode.ENGINE_DEAD
+    assert "the device is gone" in outputs[-1].error
     await wait_until(lambda: not loop.alive, 5)
     late = [o async for o in loop.stream(greedy("late", 5))]
     assert [o.error_code for o in late] == [ErrorCode.ENGINE_DEAD]
+
+
+# Of a child process alone
+
+
+async def test_a_child_that_crashes_fails_its_streams_alone():
+    loop = EngineProcess(broken_engines.CrashingEngine)
+    loop.start(60)
+    outputs = [o async for o in loop.stream(greedy("victim", 900))]
+    assert sum(len(o.new_token_ids) for o in outputs) == 4
+    assert outputs[-1].error_code is ErrorCode.ENGINE_DEAD
+    assert "exit code 9" in outputs[-1].error and not loop.alive
+    loop.stop()
+
+
+async def test_a_killed_child_is_noticed_while_it_idles():
+    loop = EngineProcess(ReadyEngine)
+    loop.start(60)
+    os.kill(loop.pid, signal.SIGKILL)
+    await wait_until(lambda: not loop.alive, 5)
+    loop.stop()
+
+
+def test_a_stopped_child_is_gone():
+    loop = EngineProcess(ReadyEngine)
+    loop.start(60)
+    loop.stop()
+    assert not _exists(loop.pid)
+
+
+def test_a_child_does_not_outlive_a_killed_parent():
+    code = (
+        "from model_runner.engine_process import EngineProcess\n"
+        "from tests.ready_engine import ReadyEngine\n"
+        "import time\n"
+        "loop = EngineProcess(ReadyEngine); loop.start(60); print(loop.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert _exists(pid)
+        parent.kill()
+    end = time.monotonic() + 20
+    while _exists(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not _exists(pid)
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
