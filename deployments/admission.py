@@ -4,12 +4,11 @@ Who asks is known already.
 """
 
 import asyncio
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
-from uuid import uuid4
 
 from deployments.answer_logprobs import PromptPart
 from deployments.api_errors import ApiError
@@ -49,6 +48,7 @@ async def chat_job(
     cache_salt: str,
     tokenizer: Tokenizer,
     default_max_tokens: int,
+    answer_id: str,
 ) -> Job:
     """The chat as one `Request`. Errors: ApiError 400."""
     max_tokens = wire.max_completion_tokens
@@ -63,7 +63,7 @@ async def chat_job(
     size = sum(64 + len(str(message.get("content", ""))) for message in wire.messages)
     token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
     part = PromptPart(sampling.n, (tuple(token_ids),), num_told=wire.prompt_logprobs)
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter)
+    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter, answer_id)
 
 
 async def completion_job(
@@ -73,6 +73,7 @@ async def completion_job(
     cache_salt: str,
     tokenizer: Tokenizer,
     max_prompts: int,
+    answer_id: str,
 ) -> Job:
     """Each prompt as one `Request`. Errors: ApiError 400."""
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
@@ -86,7 +87,7 @@ async def completion_job(
         if wire.stream:
             raise ApiError(400, "echo with logprobs cannot be streamed", param="echo")
         most = max(num_echoed, sampling.prompt_logprobs or 0)
-        sampling = dataclasses.replace(sampling, prompt_logprobs=most)
+        sampling = replace(sampling, prompt_logprobs=most)
     prompts: list[Any] = [wire.prompt]
     if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
         prompts = list(wire.prompt)
@@ -106,7 +107,9 @@ async def completion_job(
     texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if wire.echo]
     ids = tuple(map(tuple, token_lists))
     part = PromptPart(sampling.n, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter)
+    return _job(
+        wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter, answer_id
+    )
 
 
 def _job(
@@ -118,17 +121,19 @@ def _job(
     sampling: SamplingParams,
     part: PromptPart,
     writer: type[Writer],
+    answer_id: str,
 ) -> Job:
-    answer_id = uuid4().hex
     requests = []
     for number, token_ids in enumerate(part.token_ids):
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
+        request_id = f"{answer_id}-{number}"
+        seed = _seed_of(request_id) if sampling.seed is None else sampling.seed
         requests.append(
             Request(
-                request_id=f"{answer_id}-{number}",
+                request_id=request_id,
                 token_ids=token_ids,
-                sampling=sampling,
+                sampling=replace(sampling, seed=seed),
                 adapter=target.adapter,
                 tenant_id=tenant.tenant_id,
                 weight=tenant.weight,
@@ -152,6 +157,12 @@ def _job(
             part,
         ),
     )
+
+
+def _seed_of(request_id: str) -> int:
+    """The draws of a request that names no seed: as random as its id, and the same wherever the
+    request is run again."""
+    return int.from_bytes(sha256(request_id.encode()).digest()[:8], "little", signed=True)
 
 
 def _sampling(

@@ -28,6 +28,7 @@ ERRORS: dict[ErrorCode, _Wire] = {
     ErrorCode.NOT_FINITE: _Wire(500, "server_error", "not_finite"),
     ErrorCode.OVERLOADED: _Wire(503, "server_error", "overloaded"),
     ErrorCode.ENGINE_DEAD: _Wire(503, "server_error", "engine_dead"),
+    ErrorCode.REPLICAS_LOST: _Wire(500, "server_error", "replicas_lost"),
 }
 
 

@@ -41,6 +41,7 @@ from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
+from deployments.resumption import Resumption
 from deployments.streaming import error_events, interleave
 from deployments.tenants import Target, TenantConfig, TenantDirectory
 from model_runner.request import Request, RequestOutput
@@ -49,7 +50,7 @@ from model_runner.tokenizer import Tokenizer
 
 Output = tuple[int, TextOutput]
 Outputs = AsyncGenerator[Output, None]
-Prepare = Callable[[TenantConfig, bytes], Awaitable[Job]]
+Prepare = Callable[[TenantConfig, bytes, str], Awaitable[Job]]
 _Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
 _log = logging.getLogger("ray.serve")
 
@@ -57,8 +58,13 @@ _log = logging.getLogger("ray.serve")
 class Backend(Protocol):
     """The replicas of one base model, wherever they are."""
 
-    def stream(self, request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request. Closing the generator aborts it in the engine."""
+    def stream(
+        self, request: Request, place: Place | None, again: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Closing the generator aborts it in the engine.
+
+        again  it ran before: go on with what is known of it
+        """
         ...
 
     async def abort(self, request_id: str, index: int) -> None:
@@ -77,6 +83,7 @@ class Frontend:
         self.placement = Placement()
         self.log = metrics.MetricLog()
         self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
+        self._secret = salt_key
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._label = metrics.TenantLabels(
             (t.tenant_id for t in tenants), config.max_metric_tenants
@@ -88,6 +95,7 @@ class Frontend:
             for model in config.models
         }
         self._longest = {model.name: _longest_prompt(model) for model in config.models}
+        self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
         limit = config.ingress.max_bodies_bytes
         self.bodies = BodyBudget(limit, max(limit // 4, config.ingress.max_body_bytes))
@@ -99,7 +107,8 @@ class Frontend:
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
-            return backend.stream(request, self.placement.place(model, adapter_id))
+            again = request.request_id in self._again
+            return backend.stream(request, self.placement.place(model, adapter_id), again)
 
         return TextEngine(tokenizer, stream, backend.abort)
 
@@ -140,7 +149,15 @@ class Frontend:
             parent=target.model if target.adapter else None,
         )
 
-    async def prepared(self, prepare: Prepare, tenant: TenantConfig, body: bytes) -> Job:
+    def resumption(
+        self, tenant: TenantConfig, path: str, body: bytes, cursor: str | None
+    ) -> Resumption:
+        """Which answer this is: a new one, or that of the cursor. Errors: ApiError 400."""
+        return Resumption(self._secret, tenant.tenant_id, path, body, cursor)
+
+    async def prepared(
+        self, prepare: Prepare, tenant: TenantConfig, body: bytes, answer_id: str
+    ) -> Job:
         """What `prepare` makes of a body: of a big one off the loop, and one at a time per tenant.
 
         A big one is prepared to its end even if nobody waits for it any more: a thread cannot be
@@ -148,10 +165,10 @@ class Frontend:
         Errors: those of `prepare`.
         """
         if len(body) <= BIG_BYTES:
-            return await prepare(tenant, body)
+            return await prepare(tenant, body, answer_id)
         gate = self._big_bodies[tenant.tenant_id]
         await gate.acquire()
-        task = asyncio.ensure_future(prepare(tenant, body))
+        task = asyncio.ensure_future(prepare(tenant, body, answer_id))
 
         def ended(task: asyncio.Future[Job]) -> None:
             gate.release()
@@ -161,7 +178,7 @@ class Frontend:
         task.add_done_callback(ended)
         return await asyncio.shield(task)
 
-    async def chat(self, tenant: TenantConfig, body: bytes) -> Job:
+    async def chat(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(ChatRequest, body)
         target = self._resolve(tenant, wire.model)
@@ -171,9 +188,11 @@ class Frontend:
         tokenizer = self._texts[target.model].tokenizer
         await self._check_size(body, target, wire.messages)
         default = self._settings[target.model].default_max_tokens
-        return self._checked(await chat_job(wire, target, tenant, salt, tokenizer, default))
+        return self._checked(
+            await chat_job(wire, target, tenant, salt, tokenizer, default, answer_id)
+        )
 
-    async def completion(self, tenant: TenantConfig, body: bytes) -> Job:
+    async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(CompletionRequest, body)
         target = self._resolve(tenant, wire.model)
@@ -186,7 +205,9 @@ class Frontend:
             if isinstance(prompt, str):
                 await self._check_size(body, target, prompt)
         limit = self.config.ingress.max_prompts
-        return self._checked(await completion_job(wire, target, tenant, salt, tokenizer, limit))
+        return self._checked(
+            await completion_job(wire, target, tenant, salt, tokenizer, limit, answer_id)
+        )
 
     async def _check_size(self, body: bytes, target: Target, prompt: object) -> None:
         """Refuse early what is far too long. Errors: ApiError 400."""
@@ -231,20 +252,26 @@ class Frontend:
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
-    async def outputs(self, job: Job, meter: Meter) -> Outputs:
+    async def outputs(self, job: Job, meter: Meter, again: bool = False) -> Outputs:
         """The job's outputs, each with its choice's number.
 
+        again  it ran before, for a connection that broke
         Errors: ApiError for what failed in the engine.
         """
         text = self._texts[job.target.model]
         num_choices = job.requests[0].sampling.n
+        names = {request.request_id for request in job.requests if again}
+        self._again |= names
         streams = [text.stream(request, job.stop) for request in job.requests]
-        async with aclosing(interleave(streams)) as outputs:
-            async for number, output in outputs:
-                if output.error_code is not None:
-                    raise engine_error(output.error_code, output.error)
-                meter.saw(job, output)
-                yield number * num_choices + output.index, output
+        try:
+            async with aclosing(interleave(streams)) as outputs:
+                async for number, output in outputs:
+                    if output.error_code is not None:
+                        raise engine_error(output.error_code, output.error)
+                    meter.saw(job, output)
+                    yield number * num_choices + output.index, output
+        finally:
+            self._again -= names
 
     async def first(self, outputs: Outputs) -> Output:
         """The first output: an error that comes instead of it can still be an HTTP status."""
@@ -278,16 +305,22 @@ class Frontend:
         meter.finish(CLIENT_GONE_STATUS)
 
     async def events(
-        self, job: Job, meter: Meter, outputs: Outputs, first: Awaitable[Output]
+        self,
+        job: Job,
+        meter: Meter,
+        outputs: Outputs,
+        first: Awaitable[Output],
+        resumption: Resumption,
     ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a job. What fails from here on is an event as well."""
+        """The server-sent events of a job, without those that the client has. What fails from here
+        on is an event as well."""
         try:
             async with aclosing(outputs):
-                if chunk := job.writer.chunk(*await first):
-                    yield chunk
+                if event := resumption.event(job.writer, *await first):
+                    yield event
                 async for index, output in outputs:
-                    if chunk := job.writer.chunk(index, output):
-                        yield chunk
+                    if event := resumption.event(job.writer, index, output):
+                        yield event
             meter.finish(200)
             yield job.writer.last_chunks()
         except ApiError as exc:

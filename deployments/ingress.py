@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
@@ -27,6 +28,7 @@ from deployments.config import ServiceConfig
 from deployments.edge import STALL_HEADER
 from deployments.frontend import Frontend, Prepare
 from deployments.replica_backend import ReplicaBackend
+from deployments.resumption import Resumption
 from deployments.router_link import RouterLink
 from deployments.streaming import KEEP_ALIVE
 from deployments.tenants import TenantConfig
@@ -193,7 +195,7 @@ async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Res
     tenant = _tenant(frontend, request)
     meter = frontend.meter(tenant)
     try:
-        job = await _job(frontend, request, tenant, prepare)
+        job, resumption = await _job(frontend, request, tenant, prepare)
         meter.began(job)
         stalled_s = str(frontend.config.ingress.max_stalled_s)
         headers = {"x-request-id": job.writer.answer_id, STALL_HEADER: stalled_s}
@@ -201,7 +203,7 @@ async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Res
             answer = await _unless_gone(request.receive, frontend.whole(job, meter))
             return Response(answer, media_type="application/json", headers=headers)
         patience_s = frontend.config.ingress.keep_alive_s
-        outputs = frontend.outputs(job, meter)
+        outputs = frontend.outputs(job, meter, resumption.has_begun)
         first = asyncio.create_task(frontend.first(outputs))
         try:
             await _unless_gone(request.receive, asyncio.wait({first}, timeout=patience_s))
@@ -211,7 +213,7 @@ async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Res
         except BaseException:
             await frontend.drop(outputs, first)
             raise
-        events = frontend.events(job, meter, outputs, first)
+        events = frontend.events(job, meter, outputs, first, resumption)
         close = partial(frontend.close, meter, outputs, first)
         return EventStream(events, close, headers | _EVENT_HEADERS, patience_s, late)
     except ClientGone:
@@ -228,7 +230,9 @@ async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Res
         raise
 
 
-async def _job(frontend: Frontend, request: Request, tenant: TenantConfig, prepare: Prepare) -> Job:
+async def _job(
+    frontend: Frontend, request: Request, tenant: TenantConfig, prepare: Prepare
+) -> tuple[Job, Resumption]:
     """The request's body, ready to run. Errors: ApiError; ClientGone for an upload given up."""
     settings = frontend.config.ingress
     limits = BodyLimits(
@@ -240,10 +244,15 @@ async def _job(frontend: Frontend, request: Request, tenant: TenantConfig, prepa
             body = await read_body(request.stream(), declared, limits, share)
         except (ClientDisconnect, RayError):
             raise ClientGone from None
-        prepared = frontend.prepared(prepare, tenant, body)
+        cursor = request.headers.get("last-event-id")
+        resumption = frontend.resumption(tenant, request.url.path, body, cursor)
+        prepared = frontend.prepared(prepare, tenant, body, resumption.answer_id)
         if share.num_bytes == 0:  # small: ready before anybody could leave
-            return await prepared
-        return await _unless_gone(request.receive, prepared)
+            job = await prepared
+        else:
+            job = await _unless_gone(request.receive, prepared)
+    resumption.begin(job)
+    return job, resumption
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -287,7 +296,10 @@ class Ingress:
         router: DeploymentHandle,
         replicas: dict[str, DeploymentHandle],
     ) -> None:
-        backends = {name: ReplicaBackend(handle) for name, handle in replicas.items()}
+        patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
+        backends = {
+            name: ReplicaBackend(handle, patience_s, me or "") for name, handle in replicas.items()
+        }
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
         self._sync = asyncio.create_task(self._link.run())

@@ -1,5 +1,5 @@
 """Follows the placement in every ingress: a request goes to its home seat, later to a spill seat,
-never by chance.
+never by chance, and never to a replica that it was lost on.
 
 Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
 shared with anybody.
@@ -12,7 +12,7 @@ CapacityQueueRouter does.
 import time
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 
 class PlacementRequestRouter(RequestRouter):
@@ -34,12 +34,20 @@ class PlacementRequestRouter(RequestRouter):
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
             late = time.time() - pending_request.created_at >= self._spill_after_s
-            for candidates in self._ranks(pending_request, late):
+            for candidates in filter(None, self._ranks(pending_request, late)):
                 chosen = await self._select_from_candidate_replicas(candidates, attempt)
                 if chosen is not None:
                     return chosen
             await self._backoff(attempt)
             attempt += 1
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
+        """Tell the caller, who is in this process, which replica took its call."""
+        place = pending_request.kwargs.get("place")
+        if place is not None:
+            place.taken_by.append(replica_id.to_full_id_str())
 
     async def choose_replicas(
         self,
@@ -57,6 +65,7 @@ class PlacementRequestRouter(RequestRouter):
         place = pending_request.kwargs.get("place")
         if place is None:
             return [replicas]
+        replicas = [r for r in replicas if r.replica_id.to_full_id_str() not in place.avoid]
         by_seat = {r.replica_metadata.get("seat"): r for r in replicas}
         homes = [by_seat[seat] for seat in place.homes if seat in by_seat]
         spill = [by_seat[seat] for seat in place.spill if seat in by_seat]

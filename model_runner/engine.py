@@ -89,8 +89,8 @@ class Engine:
             refusal = ErrorCode.BAD_REQUEST, f"malformed request: {type(error).__name__}: {error}"
         if refusal is not None:
             n = getattr(request.sampling, "n", 1)
-            count = n if isinstance(n, int) and 1 <= n <= 128 else 1
-            self._outputs += [make_failure(request, i, *refusal) for i in range(count)]
+            indices = request.indices if isinstance(n, int) and 1 <= n <= 128 else (0,)
+            self._outputs += [make_failure(request, i, *refusal) for i in indices]
             return
         self._lives[request.request_id] = []
         if request.adapter is None:
@@ -352,7 +352,7 @@ class Engine:
     def _still_wanted(self, request: Request) -> list[int]:
         """Which of its n sequences were not aborted while its adapter was on the way."""
         gone = self._gone.get(request.request_id, ())
-        return [i for i in range(request.sampling.n) if i not in gone]
+        return [i for i in request.indices if i not in gone]
 
     def _abort_arriving(self, request: Request, index: int | None) -> None:
         ended = [i for i in self._still_wanted(request) if index is None or i == index]

@@ -31,6 +31,7 @@ class ErrorCode(StrEnum):
     NOT_FINITE = "not_finite"
     OVERLOADED = "overloaded"
     ENGINE_DEAD = "engine_dead"
+    REPLICAS_LOST = "replicas_lost"
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ class Request:
     cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
     adapter_digest  the content that its adapter must have, as a `RequestOutput` told it: another
                 is never used in its place. "" = what the adapter's uri holds now.
+    resumed     () = a new request; else one entry for each of its n sequences, of an answer that
+                broke off: the ids that were delivered of it, or None where it had ended. What comes
+                out are the ids after those, as if it had never broken off (with the same seed).
+    Errors: ValueError if `resumed` has not n entries, or none that is to run.
     """
 
     request_id: str
@@ -160,6 +165,18 @@ class Request:
     weight: float = 1.0
     cache_salt: str = ""
     adapter_digest: str = ""
+    resumed: tuple[tuple[int, ...] | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.resumed and (len(self.resumed) != self.sampling.n or not self.indices):
+            raise ValueError(f"{len(self.indices)} of n = {self.sampling.n} sequences to resume")
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Which of its n sequences are to run."""
+        if not self.resumed:
+            return tuple(range(self.sampling.n))
+        return tuple(index for index, ids in enumerate(self.resumed) if ids is not None)
 
 
 @dataclass(frozen=True)

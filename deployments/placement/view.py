@@ -46,12 +46,18 @@ class TenantLoad:
 class Place:
     """Where one request may go: to the least loaded home, and after a while to the spill seats.
 
-    spill  in order, the same for every ingress;  adapter_id "" = the base model
+    spill     in order, the same for every ingress;  adapter_id "" = the base model
+    avoid     names of replicas that this request was lost on: only others take it
+    taken_by  the request router of the caller's process notes here which replica took it
+    caller    the name of the caller's actor
     """
 
     homes: tuple[str, ...]
     spill: tuple[str, ...] = ()
     adapter_id: str = ""
+    avoid: tuple[str, ...] = ()
+    taken_by: list[str] = field(default_factory=list, compare=False)
+    caller: str = ""
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,8 @@ class Admission:
         seq.status = SequenceStatus.RUNNING
         if not seq.has_entered:
             seq.has_entered = True
-            seq.num_cached_tokens = num_cached
-            self.num_cached_tokens += num_cached
+            seq.num_cached_tokens = min(num_cached, seq.prompt_len)
+            self.num_cached_tokens += seq.num_cached_tokens
             self.num_prompt_tokens += seq.prompt_len
         self._running.start_prefill(seq)
         return True

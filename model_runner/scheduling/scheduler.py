@@ -113,8 +113,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Let it wait for its turn. The engine refuses what does not fit before."""
         total = min(seq.prompt_len + max(1, seq.request.sampling.max_tokens), self.max_model_len)
-        assert seq.prompt_len < total and self.fits(total), (
-            f"{seq.prompt_len} of {total} tokens, {self.max_model_len} allowed, "
+        assert seq.num_given < total and self.fits(total), (
+            f"{seq.num_given} of {total} tokens, {self.max_model_len} allowed, "
             f"{self.pool.num_pages} pages"
         )
         assert seq.seq_id not in self._seqs, f"sequence {seq.seq_id} twice"
@@ -314,7 +314,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._running.remove(seq)
         self._chunks.pop(seq, None)
-        if seq.num_total > seq.prompt_len:  # its prompt was charged, its output as it was drawn
+        if seq.num_total > seq.num_given:  # that was charged, what followed as it was drawn
             seq.num_charged = seq.num_total
         seq.num_computed = 0
         seq.status = SequenceStatus.WAITING

@@ -633,6 +633,46 @@ store.close()
     assert (tmp_path / "loads").read_text() == "xx"
 
 
+def test_whoever_waits_for_a_fetch_makes_it_when_its_process_is_killed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """As an engine does when the node's actor dies in the middle: it does not wait for another."""
+    code = f"""
+import time
+from pathlib import Path
+from tests.adapter_store.test_store import Bench, use
+
+def hangs(folder, targets, *, max_rank):
+    print("loading", flush=True)
+    time.sleep(600)
+
+bench = Bench(Path({str(tmp_path)!r}))
+use(bench.store(load_adapter=hangs), bench.ref("a"))
+"""
+    ref, loads = bench.ref("a", seed=1), []
+
+    def load(folder: Path, targets: Any, *, max_rank: int) -> AdapterWeights:
+        loads.append(folder)
+        return load_adapter(folder, targets, max_rank=max_rank)
+
+    actor = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert actor.stdout is not None and actor.stdout.readline() == "loading\n"
+        engine = bench.store(load_adapter=load)
+        engine.prefetch(ref)
+        for _ in range(20):
+            engine.poll()
+            time.sleep(0.01)
+        assert not loads and engine.digest_of(ref) is None, "the other one has it in hand"
+    finally:
+        actor.kill()
+        actor.wait()
+    use(engine, ref)
+    assert len(loads) == 1
+
+
 def test_random_lives_never_touch_each_other(bench: Bench) -> None:
     """Six adapters over three slots, held and given back at random: what is held reads as it was,
     always."""

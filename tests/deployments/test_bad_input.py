@@ -98,7 +98,7 @@ async def test_large_prompts_are_prepared_one_at_a_time(
     at_once: list[int] = []
     running = 0
 
-    async def prepare(tenant: TenantConfig, body: bytes) -> Any:
+    async def prepare(tenant: TenantConfig, body: bytes, answer_id: str) -> Any:
         nonlocal running
         running += 1
         at_once.append(running)
@@ -108,7 +108,9 @@ async def test_large_prompts_are_prepared_one_at_a_time(
     tenant = face.frontend._directory.tenant("pirate")
     assert tenant is not None
     body = b"a" * 100_000
-    calls = [asyncio.create_task(face.frontend.prepared(prepare, tenant, body)) for _ in range(5)]
+    calls = [
+        asyncio.create_task(face.frontend.prepared(prepare, tenant, body, "a")) for _ in range(5)
+    ]
     await asyncio.sleep(0.01)
     calls[0].cancel()  # its client left; what it began goes on to its end, and then the next
     await asyncio.gather(*calls, return_exceptions=True)

@@ -20,12 +20,13 @@ from model_runner.request import ErrorCode
 from model_runner.tokenizer import Tokenizer
 from tests.deployments.conftest import Face, FakeControl, ScriptedBackend
 from tests.model_runner.demo import PADDING_IDS
+from tests.sse_client import read_events
 
 
 def events(response: httpx.Response) -> list[Any]:
-    lines = [line[6:] for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    found = list(read_events(response.text.split("\n")))
+    assert found[-1].data == "[DONE]"
+    return [json.loads(event.data) for event in found[:-1]]
 
 
 def assert_openai_error(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -454,7 +455,7 @@ async def test_comments_while_a_stream_waits(face: Face) -> None:
     assert "keep-alive" not in plain.text
 
     def told(text: str) -> list[Any]:
-        lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
         return [json.loads(line)["choices"] for line in lines]
 
     assert told(plain.text) == told(waiting.text)

@@ -4,27 +4,26 @@ No cluster: Ray's parts are stood in for.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import BackPressureError
 
 from deployments import router_link
 from deployments.api_errors import ApiError
 from deployments.metrics import OUTPUT_TOKENS
 from deployments.placement.view import Place, Placement
-from deployments.replica_backend import ReplicaBackend
 from deployments.request_router import PlacementRequestRouter
-from model_runner.request import ErrorCode, Request, RequestOutput
 from tests.deployments.conftest import Face
 
 
 def replica(seat: str, resident: tuple[str, ...] = (), free_slots: int = 0) -> Any:
     stats = {"resident": resident, "free_slots": free_slots}
-    return SimpleNamespace(replica_metadata={"seat": seat}, routing_stats=stats)
+    replica_id = SimpleNamespace(to_full_id_str=lambda: f"replica-{seat}")
+    metadata = {"seat": seat}
+    return SimpleNamespace(replica_id=replica_id, replica_metadata=metadata, routing_stats=stats)
 
 
 def ranks(place: Place | None, replicas: list[Any], late: bool = False) -> list[list[str]]:
@@ -57,73 +56,11 @@ def test_a_dead_home_is_left_at_once() -> None:
     assert ranks(HOME_B, [replica("new")]) == [["new"]]
 
 
-class FakeHandle:
-    """A deployment handle whose calls do what the script says, one entry a call."""
-
-    def __init__(self, *script: Callable[[], AsyncIterator[list[RequestOutput]]]) -> None:
-        self.script = list(script)
-        self.cancelled = 0
-
-    def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=self._call)
-
-    def _call(self, request: Request, place: Place | None) -> Any:
-        messages = self.script.pop(0)()
-
-        class Response:
-            def __aiter__(self) -> AsyncIterator[list[RequestOutput]]:
-                return messages
-
-            def cancel(inner) -> None:  # noqa: N805
-                self.cancelled += 1
-
-        return Response()
-
-
-async def tokens(*ids: int) -> AsyncIterator[list[RequestOutput]]:
-    for token_id in ids:
-        yield [RequestOutput("r", new_token_ids=(token_id,))]
-
-
-async def dies(*ids: int) -> AsyncIterator[list[RequestOutput]]:
-    async for message in tokens(*ids):
-        yield message
-    raise ActorDiedError()
-
-
-async def full() -> AsyncIterator[list[RequestOutput]]:
-    raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
-    yield []
-
-
-async def run(handle: FakeHandle) -> tuple[list[int], ErrorCode | None]:
-    backend = ReplicaBackend(handle)
-    outputs = [o async for o in backend.stream(Request("r", (1,)), None)]
-    assert not handle.script
-    return [i for o in outputs for i in o.new_token_ids], outputs[-1].error_code
-
-
-async def test_a_replica_lost_before_the_first_token_is_replaced_silently() -> None:
-    handle = FakeHandle(dies, lambda: tokens(1, 2))
-    assert await run(handle) == ([1, 2], None)
-    assert handle.cancelled == 2
-
-
-async def test_not_for_ever_and_not_after_a_token() -> None:
-    assert await run(FakeHandle(dies, dies)) == ([], ErrorCode.ENGINE_DEAD)
-    assert await run(FakeHandle(lambda: dies(1))) == ([1], ErrorCode.ENGINE_DEAD)
-
-
-async def test_full_replicas_are_an_answer() -> None:
-    assert await run(FakeHandle(full)) == ([], ErrorCode.OVERLOADED)
-
-
-async def test_closing_cancels_the_call() -> None:
-    handle = FakeHandle(lambda: tokens(1, 2, 3))
-    stream = ReplicaBackend(handle).stream(Request("r", (1,)), None)
-    await anext(stream)
-    await stream.aclose()
-    assert handle.cancelled == 1
+def test_a_replica_that_was_lost_is_avoided() -> None:
+    place = replace(HOME_B, avoid=("replica-b",))
+    assert ranks(place, ALL) == [["c"], ["a"], ["a", "c"]]
+    assert ranks(replace(place, avoid=("replica-b", "replica-c")), ALL) == [["a"], ["a"]]
+    assert not any(ranks(replace(place, homes=()), ALL[1:2]))
 
 
 async def test_without_a_router_the_last_map_holds_and_no_count_is_lost(face: Face) -> None:
