@@ -22,6 +22,12 @@ _INLINE_CHARS = 8192
 """Longer prompts are tokenized in a thread: the loop has other streams to serve."""
 
 _MAX_STOP = 16
+_MAX_STOP_CHARS = 4096
+"""All together: each character costs the matcher a state."""
+
+_MAX_STOP_IDS = 1024
+_MAX_CHOICES = 256
+_MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ async def chat_job(
     sampling = _sampling(wire, max_tokens, logprobs)
     if not max_tokens:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
-    size = sum(len(str(message.get("content", ""))) for message in wire.messages)
+    size = sum(64 + len(str(message.get("content", ""))) for message in wire.messages)
     token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
     part = PromptPart(sampling.n, (tuple(token_ids),), num_told=wire.prompt_logprobs)
     return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter, answer_id)
@@ -89,6 +95,9 @@ async def completion_job(
         raise ApiError(400, "prompt must not be an empty list", param="prompt")
     if len(prompts) > max_prompts:
         raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
+    if len(prompts) * sampling.n > _MAX_CHOICES:
+        words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
+        raise ApiError(400, words, param="n")
     token_lists = [
         await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
         if isinstance(prompt, str)
@@ -182,10 +191,19 @@ def _sampling(
     stop = wire.stop_strings()
     if len(stop) > _MAX_STOP:
         raise ApiError(400, f"at most {_MAX_STOP} stop strings", param="stop")
+    if sum(map(len, stop)) > _MAX_STOP_CHARS:
+        words = f"stop strings of at most {_MAX_STOP_CHARS} characters together"
+        raise ApiError(400, words, param="stop")
     if "" in stop:
         raise ApiError(400, "a stop string must not be empty", param="stop")
     if wire.stream and wire.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if max_tokens > _MAX_INT:
+        raise ApiError(400, f"max_tokens must be at most {_MAX_INT}", param="max_tokens")
+    if any(token_id > _MAX_INT for token_id in sampling.stop_ids):
+        raise ApiError(400, f"stop_token_ids must be at most {_MAX_INT}", param="stop_token_ids")
+    if len(sampling.stop_ids) > _MAX_STOP_IDS:
+        raise ApiError(400, f"at most {_MAX_STOP_IDS} stop_token_ids", param="stop_token_ids")
     return sampling
 
 

@@ -159,16 +159,25 @@ class IngressSettings(_Section):
     trusted_tenant_header  a header that names the tenant and beats the key: only behind a gateway
     anonymous_tenant       tenant of requests without any credential ("" = refuse them)
     max_waiting_s          a client is told 503 after this long without its first token
+    keep_alive_s           a stream that is silent this long gets an SSE comment; from the first one
+                           on its status is 200 and errors are events
+    max_stalled_s          how long a body may lag behind min_body_bytes_per_s, and how long a
+                           client may leave what it was sent unread
+    max_bodies_bytes       of all large bodies being read at once; one tenant may hold a quarter
     """
 
     num_replicas: Annotated[int, Field(ge=1)] = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     trusted_tenant_header: str = ""
     anonymous_tenant: str = ""
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 << 20
+    max_body_bytes: Annotated[int, Field(ge=1024, le=64 << 20)] = 8 << 20
+    max_bodies_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    min_body_bytes_per_s: Annotated[float, Field(gt=0)] = 16384
+    max_stalled_s: Annotated[float, Field(gt=0)] = 30
     max_prompts: Annotated[int, Field(ge=1)] = 64
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
     max_waiting_s: Annotated[float, Field(gt=0)] = 300
+    keep_alive_s: Annotated[float, Field(gt=0)] = 15
     min_chunk_gap_ms: Annotated[float, Field(ge=0)] = 20
 
 
