@@ -31,7 +31,7 @@ class AdapterInvalid(AdapterError):
 
 
 class StoreFull(AdapterError):
-    """The adapter can never fit: it is larger than the arena or the host tier."""
+    """The adapter can never fit: it takes more than half of the arena, or than the host tier."""
 
 
 REFUSALS = frozenset({

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from adapter_store.errors import AdapterInvalid
+from adapter_store.errors import AdapterInvalid, StoreFull
 from adapter_store.weights import AdapterWeights, LoraFactors, LoraTarget
 
 ALIGN_BYTES = 256
@@ -61,6 +61,20 @@ class PackedLayout:
 def padded_rank(lora_rank: int) -> int:
     """The rank that memory holds: the next multiple of 8."""
     return -(-lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+
+
+def largest_adapter(pool_bytes: int) -> int:
+    """Bytes that one adapter may have in an adapter memory of this size: half of it, so that there
+    is always room for another one beside it."""
+    return pool_bytes // 2
+
+
+def check_share(name: str, num_bytes: int, pool_bytes: int) -> None:
+    """Errors: StoreFull if an adapter of this many bytes takes more than its share of the pool."""
+    most = largest_adapter(pool_bytes)
+    if num_bytes > most:
+        text = f"the adapter memory has {pool_bytes} bytes, of which one may take {most}"
+        raise StoreFull(f"{name} has {num_bytes} bytes; {text}")
 
 
 def fingerprint(targets: Sequence[LoraTarget], dtype: torch.dtype) -> str:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from adapter_store.contents import KnownContents
-from adapter_store.errors import AdapterError, AdapterNotFound, AdapterUnavailable, StoreFull
+from adapter_store.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from adapter_store.load_threads import LoadThreads
 from adapter_store.loader import AdapterLoader, HostAdapter, check_revision
-from adapter_store.packed_layout import PackedLayout
+from adapter_store.packed_layout import PackedLayout, check_share
 from adapter_store.ref import AdapterRef, is_digest
 
 _MAX_ENTRIES = 4096
@@ -65,7 +65,7 @@ class Prefetcher:
 
     report     hands a callable from a thread to the owner, who runs it
     orphaned   told of a digest that no ref is bound to any more
-    max_bytes  a larger adapter is refused (StoreFull): what the arena holds
+    pool_bytes what the arena holds: `check_share` refuses what takes too much of it
     fresh_s, sticky_s  as `AdapterStore` documents them
     loads, load_seconds, load_bytes  counters by tier: "host" (found there), "remote" (fetched);
                                      failures  loads that ended in an error
@@ -77,7 +77,7 @@ class Prefetcher:
         load_threads: int,
         report: Report,
         orphaned: Callable[[str], None],
-        max_bytes: int | None,
+        pool_bytes: int | None,
         fresh_s: float,
         sticky_s: float,
         contents: KnownContents,
@@ -86,7 +86,7 @@ class Prefetcher:
         self._known_contents = contents
         self._report = report
         self._orphaned = orphaned
-        self._max_bytes = max_bytes
+        self._pool_bytes = pool_bytes
         self._fresh_s, self._sticky_s = fresh_s, sticky_s
         self._entries: OrderedDict[AdapterRef, _Entry] = OrderedDict()
         self._contents: dict[str, _Content] = {}
@@ -131,6 +131,11 @@ class Prefetcher:
         if entry.loading and time.monotonic() - entry.looked_at < patience_s:
             return None
         return entry.digest
+
+    def digest_of(self, ref: AdapterRef) -> str | None:
+        """The content that a ref was bound to last. Starts nothing."""
+        entry = self._entries.get(ref)
+        return entry.digest if entry else None
 
     def reload(self, ref: AdapterRef) -> None:
         """Bring a content that left the host tier back into it."""
@@ -284,9 +289,8 @@ class Prefetcher:
             self._contents[found.digest].layout = found.layout
 
     def _check_size(self, ref: AdapterRef, layout: PackedLayout) -> None:
-        if self._max_bytes is not None and layout.num_bytes > self._max_bytes:
-            text = f"{ref} has {layout.num_bytes} bytes, the adapter memory {self._max_bytes} bytes"
-            raise StoreFull(text)
+        if self._pool_bytes is not None:
+            check_share(str(ref), layout.num_bytes, self._pool_bytes)
 
     def _fail_or_stay(self, entry: _Entry, error: AdapterError) -> None:
         """The end of a load that failed; see the head of the file for who is served on."""

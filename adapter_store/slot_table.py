@@ -214,14 +214,23 @@ class SlotTable:
         if not slot.leases:
             self._idle[lease.index] = None
 
+    def fits(self, ends: Sequence[int]) -> bool:
+        """Whether factors that end at `ends[1:]` have a slot and bytes now, nobody evicted."""
+        return self._first_empty() is not None and self._bytes.copy().place(ends) is not None
+
     def place(
-        self, digest: str, ends: Sequence[int], is_wanted: Callable[[str], bool]
+        self,
+        digest: str,
+        ends: Sequence[int],
+        is_wanted: Callable[[str], bool],
+        may_evict: bool = True,
     ) -> Placement | None:
         """Give a content a slot and bytes (LOADING), evicting idle ones, the longest unused first.
 
         ends       bytes before each factor, the whole size last
         is_wanted  whether somebody waits for a digest: one that was loaded for them and not used
                    yet is not evicted
+        may_evict  False: only what `fits`
         None, and nobody is evicted, if there is no room even so: the arena is busy.
         """
         assert digest not in self._by_digest, digest
@@ -233,6 +242,8 @@ class SlotTable:
         book = self._bytes
         if index is not None:
             spans = book.place(ends)
+        if spans is None and not may_evict:
+            return None
         if spans is None:
             book = self._bytes.copy()
             for victim in self._idle:

@@ -97,9 +97,9 @@ class AdapterStore:
     ) -> None:
         dtype = dtype or (arena.dtype if arena else torch.bfloat16)
         max_rank = max_rank or (arena.max_rank if arena else 256)
-        max_bytes = None
+        pool_bytes = None
         if arena is not None:
-            max_bytes = arena.num_bytes if arena.num_slots else 0
+            pool_bytes = arena.num_bytes if arena.num_slots else 0
         self._arena = arena
         self._table = SlotTable(arena.num_slots, arena.num_bytes) if arena else SlotTable(0, 0)
         self.contents = contents = KnownContents()
@@ -120,7 +120,7 @@ class AdapterStore:
             load_threads,
             self._report,
             self._table.retire,
-            max_bytes,
+            pool_bytes,
             fresh_s,
             sticky_s,
             self.contents,
@@ -136,12 +136,14 @@ class AdapterStore:
         """
         self._prefetcher.add_waiter(ref)
 
-    def acquire(self, ref: AdapterRef) -> AdapterSlot | None:
+    def acquire(self, ref: AdapterRef, *, may_evict: bool = True) -> AdapterSlot | None:
         """A lease on the slot that holds this adapter; None if it is not ready, or failed.
 
         The first call after the adapter reached the host tier gives it a slot and starts the copy,
         evicting idle adapters, the longest unused first. None for ever so long is no error: all
         slots may be in use.
+
+        may_evict  False: it takes what is free, see `has_room`
         """
         digest = self._prefetcher.resolve(ref)
         if digest is None:
@@ -155,7 +157,7 @@ class AdapterStore:
             if layout is None:
                 self._prefetcher.reload(ref)
             else:
-                self._place(digest, layout)
+                self._place(digest, layout, may_evict)
         return None
 
     def release(self, slot: AdapterSlot, after: Fence | None = None, unused: bool = False) -> None:
@@ -209,6 +211,17 @@ class AdapterStore:
             return False
         return self._prefetcher.layout_of(digest) is not None
 
+    def has_room(self, ref: AdapterRef) -> bool:
+        """Whether it has a slot, or would get one with nobody evicted.
+
+        One whose size is not known yet is taken to fit where a slot is free. Starts no load.
+        """
+        digest = self._prefetcher.digest_of(ref)
+        if digest is not None and self._table.state_of(digest) != SlotState.EMPTY:
+            return True
+        layout = self._prefetcher.layout_of(digest) if digest is not None else None
+        return self._table.fits(layout.ends if layout is not None else (0,))
+
     def digest_of(self, ref: AdapterRef) -> str | None:
         """The content to serve this ref with, now; None while that is not known.
 
@@ -255,9 +268,9 @@ class AdapterStore:
         if self._on_progress is not None:
             self._on_progress()
 
-    def _place(self, digest: str, layout: PackedLayout) -> None:
+    def _place(self, digest: str, layout: PackedLayout, may_evict: bool) -> None:
         """Give a content a slot, if there is room, and start its copy."""
-        placement = self._table.place(digest, layout.ends, self._is_wanted)
+        placement = self._table.place(digest, layout.ends, self._is_wanted, may_evict)
         if placement is None:
             return
         assert self._arena is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Kind = Literal["linear", "embedding", "experts"]
+FileLayout = Literal["plain", "natural", "swapped", "3-D", "shared outer", "per expert"]
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,41 @@ class LoraFactors:
 
 
 @dataclass(frozen=True)
+class BoundPair:
+    """How one lora_A and its lora_B in a file were read.
+
+    target     name of the `LoraTarget` that they change
+    layout     plain: a linear's or an embedding's. Of experts: natural, swapped (two 2-D tensors
+               for all of them, see formats/peft_experts.py), 3-D (with an axis of experts), shared
+               outer (3-D, where one factor is every expert's), per expert
+    lora_rank  the file's own, not padded;  scale  alpha / r or alpha / sqrt(r)
+    """
+
+    a: str
+    b: str
+    target: str
+    layout: FileLayout
+    lora_rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class AdapterManifest:
     """What a load did: nothing in the file is passed over in silence.
 
-    bound     tensor names that became factors
+    pairs     tensors that became factors
     skipped   tensor name -> why it may be left out
     warnings  for the operator
     """
 
-    bound: tuple[str, ...] = ()
+    pairs: tuple[BoundPair, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """Names of the tensors that became factors."""
+        return tuple(name for pair in self.pairs for name in (pair.a, pair.b))
 
 
 @dataclass(frozen=True)

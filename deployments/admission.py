@@ -4,12 +4,11 @@ Who asks is known already.
 """
 
 import asyncio
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
-from uuid import uuid4
 
 from deployments.answer_logprobs import PromptPart
 from deployments.api_errors import ApiError
@@ -23,6 +22,12 @@ _INLINE_CHARS = 8192
 """Longer prompts are tokenized in a thread: the loop has other streams to serve."""
 
 _MAX_STOP = 16
+_MAX_STOP_CHARS = 4096
+"""All together: each character costs the matcher a state."""
+
+_MAX_STOP_IDS = 1024
+_MAX_CHOICES = 256
+_MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ async def chat_job(
     cache_salt: str,
     tokenizer: Tokenizer,
     default_max_tokens: int,
+    answer_id: str,
 ) -> Job:
     """The chat as one `Request`. Errors: ApiError 400."""
     max_tokens = wire.max_completion_tokens
@@ -54,10 +60,10 @@ async def chat_job(
     sampling = _sampling(wire, max_tokens, logprobs)
     if not max_tokens:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
-    size = sum(len(str(message.get("content", ""))) for message in wire.messages)
+    size = sum(64 + len(str(message.get("content", ""))) for message in wire.messages)
     token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
     part = PromptPart(sampling.n, (tuple(token_ids),), num_told=wire.prompt_logprobs)
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter)
+    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter, answer_id)
 
 
 async def completion_job(
@@ -67,6 +73,7 @@ async def completion_job(
     cache_salt: str,
     tokenizer: Tokenizer,
     max_prompts: int,
+    answer_id: str,
 ) -> Job:
     """Each prompt as one `Request`. Errors: ApiError 400."""
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
@@ -80,7 +87,7 @@ async def completion_job(
         if wire.stream:
             raise ApiError(400, "echo with logprobs cannot be streamed", param="echo")
         most = max(num_echoed, sampling.prompt_logprobs or 0)
-        sampling = dataclasses.replace(sampling, prompt_logprobs=most)
+        sampling = replace(sampling, prompt_logprobs=most)
     prompts: list[Any] = [wire.prompt]
     if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
         prompts = list(wire.prompt)
@@ -88,6 +95,9 @@ async def completion_job(
         raise ApiError(400, "prompt must not be an empty list", param="prompt")
     if len(prompts) > max_prompts:
         raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
+    if len(prompts) * sampling.n > _MAX_CHOICES:
+        words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
+        raise ApiError(400, words, param="n")
     token_lists = [
         await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
         if isinstance(prompt, str)
@@ -97,7 +107,9 @@ async def completion_job(
     texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if wire.echo]
     ids = tuple(map(tuple, token_lists))
     part = PromptPart(sampling.n, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter)
+    return _job(
+        wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter, answer_id
+    )
 
 
 def _job(
@@ -109,17 +121,19 @@ def _job(
     sampling: SamplingParams,
     part: PromptPart,
     writer: type[Writer],
+    answer_id: str,
 ) -> Job:
-    answer_id = uuid4().hex
     requests = []
     for number, token_ids in enumerate(part.token_ids):
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
+        request_id = f"{answer_id}-{number}"
+        seed = _seed_of(request_id) if sampling.seed is None else sampling.seed
         requests.append(
             Request(
-                request_id=f"{answer_id}-{number}",
+                request_id=request_id,
                 token_ids=token_ids,
-                sampling=sampling,
+                sampling=replace(sampling, seed=seed),
                 adapter=target.adapter,
                 tenant_id=tenant.tenant_id,
                 weight=tenant.weight,
@@ -143,6 +157,12 @@ def _job(
             part,
         ),
     )
+
+
+def _seed_of(request_id: str) -> int:
+    """The draws of a request that names no seed: as random as its id, and the same wherever the
+    request is run again."""
+    return int.from_bytes(sha256(request_id.encode()).digest()[:8], "little", signed=True)
 
 
 def _sampling(
@@ -171,10 +191,19 @@ def _sampling(
     stop = wire.stop_strings()
     if len(stop) > _MAX_STOP:
         raise ApiError(400, f"at most {_MAX_STOP} stop strings", param="stop")
+    if sum(map(len, stop)) > _MAX_STOP_CHARS:
+        words = f"stop strings of at most {_MAX_STOP_CHARS} characters together"
+        raise ApiError(400, words, param="stop")
     if "" in stop:
         raise ApiError(400, "a stop string must not be empty", param="stop")
     if wire.stream and wire.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if max_tokens > _MAX_INT:
+        raise ApiError(400, f"max_tokens must be at most {_MAX_INT}", param="max_tokens")
+    if any(token_id > _MAX_INT for token_id in sampling.stop_ids):
+        raise ApiError(400, f"stop_token_ids must be at most {_MAX_INT}", param="stop_token_ids")
+    if len(sampling.stop_ids) > _MAX_STOP_IDS:
+        raise ApiError(400, f"at most {_MAX_STOP_IDS} stop_token_ids", param="stop_token_ids")
     return sampling
 
 

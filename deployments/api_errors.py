@@ -27,7 +27,9 @@ ERRORS: dict[ErrorCode, _Wire] = {
     ErrorCode.ADAPTER_UNAVAILABLE: _Wire(503, "server_error", "adapter_unavailable"),
     ErrorCode.NOT_FINITE: _Wire(500, "server_error", "not_finite"),
     ErrorCode.OVERLOADED: _Wire(503, "server_error", "overloaded"),
+    ErrorCode.NO_ROOM: _Wire(503, "server_error", "overloaded"),
     ErrorCode.ENGINE_DEAD: _Wire(503, "server_error", "engine_dead"),
+    ErrorCode.REPLICAS_LOST: _Wire(500, "server_error", "replicas_lost"),
 }
 
 
@@ -64,7 +66,10 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 408:
+            headers["Connection"] = "close"  # the rest of the body may never come
+        return headers
 
 
 def engine_error(code: ErrorCode | None, message: str) -> ApiError:
@@ -77,6 +82,11 @@ def engine_error(code: ErrorCode | None, message: str) -> ApiError:
         code=wire.code,
         retry_after_s=1 if wire.status == 503 else None,
     )
+
+
+def internal_error() -> ApiError:
+    """A bug of ours: the log has its words, the client does not."""
+    return ApiError(500, "internal error", kind="server_error")
 
 
 def model_not_found(name: str) -> ApiError:

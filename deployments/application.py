@@ -8,10 +8,12 @@ import logging
 import os
 import secrets
 import time
+import warnings
 from hashlib import sha256
+from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application, Deployment
 
 from deployments.config import (
@@ -27,6 +29,7 @@ from deployments.router import Router
 from deployments.short_form import AppArgs
 
 ROUTING_STATS_PERIOD_S = 1.0
+_LOAD_PERIOD_S = 1.0
 _log = logging.getLogger("ray.serve")
 _APP = "default"
 _STATUS_PERIOD_S = 0.2
@@ -120,7 +123,7 @@ def _router(config: ServiceConfig) -> Application:
 def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -> Application:
     replica: Deployment = serve.deployment(Replica).options(
         name=_replica_name(model),
-        num_replicas=model.num_replicas,
+        **_number_of_replicas(model),
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         max_ongoing_requests=model.max_ongoing_requests,
         max_queued_requests=model.max_queued_requests,
@@ -137,6 +140,29 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
     )
     gap_s = config.ingress.min_chunk_gap_ms / 1000
     return replica.bind(model, config.adapters, _host_cache_dir(config), gap_s, router)
+
+
+def _number_of_replicas(model: ModelSettings) -> dict[str, Any]:
+    if not model.scales:
+        return {"num_replicas": model.num_replicas}
+    with warnings.catch_warnings():
+        # Deprecated for variables that Ray's own processes read when they start, with 10 s if they
+        # are not there: a queue is full by then.
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        scaling = AutoscalingConfig(
+            min_replicas=model.min_replicas or model.num_replicas,
+            initial_replicas=model.num_replicas,
+            max_replicas=model.max_replicas or model.num_replicas,
+            metrics_interval_s=_LOAD_PERIOD_S,
+            look_back_period_s=3 * _LOAD_PERIOD_S,
+            upscale_delay_s=model.scale_up_after_s,
+            downscale_delay_s=model.scale_down_after_s,
+            policy=AutoscalingPolicy(
+                policy_function="deployments.autoscaling:ReplicaCount",
+                policy_kwargs={"sequences": model.engine_config().max_num_seqs},
+            ),
+        )
+    return {"autoscaling_config": scaling}
 
 
 def _replica_name(model: ModelSettings) -> str:

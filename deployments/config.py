@@ -41,6 +41,9 @@ class _Section(BaseModel):
 class ModelSettings(_Section):
     """One base model and the replicas that serve it. `engine` holds fields of `EngineConfig`.
 
+    min_replicas, max_replicas  0 = always num_replicas; else that many to begin with, then as many
+                                as the load wants (autoscaling.py), one more after scale_up_after_s
+                                of too much of it, one less after scale_down_after_s of too little
     generation_defaults  what a request leaves open is sampled as the model's generation_config.json
                          says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
     engine_process  the engine in a child process of its replica, not in one of its threads
@@ -52,6 +55,10 @@ class ModelSettings(_Section):
     engine: dict[str, Any] = {}
     engine_process: bool = False
     num_replicas: Annotated[int, Field(ge=1)] = 1
+    min_replicas: Annotated[int, Field(ge=0)] = 0
+    max_replicas: Annotated[int, Field(ge=0)] = 0
+    scale_up_after_s: Annotated[float, Field(ge=0)] = 3
+    scale_down_after_s: Annotated[float, Field(ge=0)] = 300
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     num_gpus: Annotated[float, Field(ge=0)] = 0
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
@@ -69,6 +76,21 @@ class ModelSettings(_Section):
             raise ValueError(f"unknown engine setting {unknown[0]!r}")
         typed = _ENGINE.validate_python({"model": ""} | value)
         return {key: getattr(typed, key) for key in value}
+
+    @model_validator(mode="after")
+    def _replicas_are_in_order(self) -> Self:
+        bounds = self.min_replicas or self.num_replicas, self.max_replicas or self.num_replicas
+        if not bounds[0] <= self.num_replicas <= bounds[1]:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}) is not within min_replicas "
+                f"({self.min_replicas}) and max_replicas ({self.max_replicas})"
+            )
+        return self
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return bool(self.min_replicas or self.max_replicas)
 
     @model_validator(mode="after")
     def _engine_is_valid(self) -> Self:
@@ -155,16 +177,25 @@ class IngressSettings(_Section):
     trusted_tenant_header  a header that names the tenant and beats the key: only behind a gateway
     anonymous_tenant       tenant of requests without any credential ("" = refuse them)
     max_waiting_s          a client is told 503 after this long without its first token
+    keep_alive_s           a stream that is silent this long gets an SSE comment; from the first one
+                           on its status is 200 and errors are events
+    max_stalled_s          how long a body may lag behind min_body_bytes_per_s, and how long a
+                           client may leave what it was sent unread
+    max_bodies_bytes       of all large bodies being read at once; one tenant may hold a quarter
     """
 
     num_replicas: Annotated[int, Field(ge=1)] = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     trusted_tenant_header: str = ""
     anonymous_tenant: str = ""
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 << 20
+    max_body_bytes: Annotated[int, Field(ge=1024, le=64 << 20)] = 8 << 20
+    max_bodies_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    min_body_bytes_per_s: Annotated[float, Field(gt=0)] = 16384
+    max_stalled_s: Annotated[float, Field(gt=0)] = 30
     max_prompts: Annotated[int, Field(ge=1)] = 64
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
     max_waiting_s: Annotated[float, Field(gt=0)] = 300
+    keep_alive_s: Annotated[float, Field(gt=0)] = 15
     min_chunk_gap_ms: Annotated[float, Field(ge=0)] = 20
 
 
@@ -180,7 +211,7 @@ class ServiceConfig(_Section):
     adapters: AdapterSettings = AdapterSettings()
     tenants: tuple[TenantSettings, ...] = ()
     base_model_access: bool = True
-    placement_policy: str = "hash_ring"
+    placement_policy: str = "bin_pack"
     cache_secret_env: str = ""
     max_metric_tenants: Annotated[int, Field(ge=1)] = 50
     usage: UsageSettings = UsageSettings()

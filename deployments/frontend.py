@@ -6,12 +6,16 @@ plain test.
 """
 
 import asyncio
+import json
+import logging
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from deployments import metrics
 from deployments.admission import Job, chat_job, completion_job
@@ -20,15 +24,26 @@ from deployments.api_errors import (
     ApiError,
     ambiguous_model,
     engine_error,
+    internal_error,
     model_not_found,
     overloaded,
     unauthorized,
 )
-from deployments.config import ServiceConfig
+from deployments.body import (
+    BIG_BYTES,
+    BodyBudget,
+    check_length,
+    check_weight,
+    prompt_too_long,
+    strings,
+)
+from deployments.config import ModelSettings, ServiceConfig
 from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from deployments.placement.view import Place, Placement
+from deployments.resumption import Resumption
+from deployments.spill import stream_near_home
 from deployments.streaming import error_events, interleave
 from deployments.tenant_labels import first_tenants
 from deployments.tenants import Target, TenantConfig, TenantDirectory
@@ -37,14 +52,23 @@ from model_runner.request import Request, RequestOutput
 from model_runner.text import TextEngine, TextOutput
 from model_runner.tokenizer import Tokenizer
 
-Outputs = AsyncGenerator[tuple[int, TextOutput], None]
+Output = tuple[int, TextOutput]
+Outputs = AsyncGenerator[Output, None]
+Prepare = Callable[[TenantConfig, bytes, str], Awaitable[Job]]
+_Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
+_log = logging.getLogger("ray.serve")
 
 
 class Backend(Protocol):
     """The replicas of one base model, wherever they are."""
 
-    def stream(self, request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request. Closing the generator aborts it in the engine."""
+    def stream(
+        self, request: Request, place: Place | None, again: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Closing the generator aborts it in the engine.
+
+        again  it ran before: go on with what is known of it
+        """
         ...
 
     async def abort(self, request_id: str, index: int) -> None:
@@ -65,6 +89,7 @@ class Frontend:
         self.usage = UsageLog() if config.usage.root else None
         self.labelled = first_tenants((t.tenant_id for t in tenants), config.max_metric_tenants)
         self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
+        self._secret = salt_key
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._settings = {model.name: model for model in config.models}
         self._defaults = {model.name: model.sampling_defaults() for model in config.models}
@@ -72,15 +97,27 @@ class Frontend:
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
         }
+        self._longest = {model.name: _longest_prompt(model) for model in config.models}
+        self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
         self._meters: dict[str, Meter] = {}  # by the engines' request_id
+        limit = config.ingress.max_bodies_bytes
+        self.bodies = BodyBudget(limit, max(limit // 4, config.ingress.max_body_bytes))
+        self._big_bodies: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(1)
+        )
         self._started_at = int(time.time())
 
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
-            place = self.placement.place(model, adapter_id)
-            return self._metered(request.request_id, backend.stream(request, place))
+            place = self.placement.place(adapter_id)
+            again = request.request_id in self._again
+            if again:
+                place = replace(place, seats=self.placement.seats.get(model, ()))
+            run = partial(backend.stream, again=again)
+            outputs = stream_near_home(run, request, place)
+            return self._metered(request.request_id, outputs)
 
         return TextEngine(tokenizer, stream, backend.abort)
 
@@ -94,16 +131,17 @@ class Frontend:
                 yield output
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
-        """Who asks. A trusted header, where there is one, beats the key.
+        """Who asks. A trusted header, where there is one, beats the key, even an empty one.
 
         Where no tenant has a key, none is looked at: clients send some word or other then.
-        Errors: ApiError 401.
+        headers  by their names in lower case, each once.  Errors: ApiError 401.
         """
         settings = self.config.ingress
         tenant: TenantConfig | None = None
-        named = settings.trusted_tenant_header and headers.get(settings.trusted_tenant_header)
+        trusted = settings.trusted_tenant_header.lower()
+        named = headers.get(trusted) if trusted else None
         authorization = headers.get("authorization", "")
-        if named:
+        if named is not None:
             tenant = self._directory.tenant(named)
         elif authorization and self._directory.has_keys:
             scheme, _, key = authorization.partition(" ")
@@ -130,27 +168,83 @@ class Frontend:
             parent=target.model if target.adapter else None,
         )
 
-    async def chat(self, tenant: TenantConfig, body: bytes) -> Job:
-        """A chat, ready to run. Errors: ApiError 400, 404, 422."""
-        wire = ChatRequest.parse(body)
-        target = self._resolve(tenant, wire.model)
-        tenant = target.owner or tenant
-        salt = self._directory.cache_salt(tenant)
-        wire = with_defaults(wire, self._defaults[target.model])
-        tokenizer = self._texts[target.model].tokenizer
-        default = self._settings[target.model].default_max_tokens
-        return await chat_job(wire, target, tenant, salt, tokenizer, default)
+    def resumption(
+        self, tenant: TenantConfig, path: str, body: bytes, cursor: str | None
+    ) -> Resumption:
+        """Which answer this is: a new one, or that of the cursor. Errors: ApiError 400."""
+        return Resumption(self._secret, tenant.tenant_id, path, body, cursor)
 
-    async def completion(self, tenant: TenantConfig, body: bytes) -> Job:
-        """A completion, ready to run. Errors: ApiError 400, 404, 422."""
-        wire = CompletionRequest.parse(body)
+    async def prepared(
+        self, prepare: Prepare, tenant: TenantConfig, body: bytes, answer_id: str
+    ) -> Job:
+        """What `prepare` makes of a body: of a big one off the loop, and one at a time per tenant.
+
+        A big one is prepared to its end even if nobody waits for it any more: a thread cannot be
+        stopped, and a client that comes and goes would fill them all.
+        Errors: those of `prepare`.
+        """
+        if len(body) <= BIG_BYTES:
+            return await prepare(tenant, body, answer_id)
+        gate = self._big_bodies[tenant.tenant_id]
+        await gate.acquire()
+        task = asyncio.ensure_future(prepare(tenant, body, answer_id))
+
+        def ended(task: asyncio.Future[Job]) -> None:
+            gate.release()
+            if not task.cancelled():
+                task.exception()  # heard, whether somebody waits or not
+
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)
+
+    async def chat(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
+        """A chat, ready to run. Errors: ApiError 400, 404, 422."""
+        wire = await _parsed(ChatRequest, body)
         target = self._resolve(tenant, wire.model)
         tenant = target.owner or tenant
         salt = self._directory.cache_salt(tenant)
         wire = with_defaults(wire, self._defaults[target.model])
         tokenizer = self._texts[target.model].tokenizer
+        await self._check_size(body, target, wire.messages)
+        default = self._settings[target.model].default_max_tokens
+        return self._checked(
+            await chat_job(wire, target, tenant, salt, tokenizer, default, answer_id)
+        )
+
+    async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
+        """A completion, ready to run. Errors: ApiError 400, 404, 422."""
+        wire = await _parsed(CompletionRequest, body)
+        target = self._resolve(tenant, wire.model)
+        tenant = target.owner or tenant
+        salt = self._directory.cache_salt(tenant)
+        wire = with_defaults(wire, self._defaults[target.model])
+        tokenizer = self._texts[target.model].tokenizer
+        given = [wire.prompt] if isinstance(wire.prompt, str) else wire.prompt
+        for prompt in given:
+            if isinstance(prompt, str):
+                await self._check_size(body, target, prompt)
         limit = self.config.ingress.max_prompts
-        return await completion_job(wire, target, tenant, salt, tokenizer, limit)
+        return self._checked(
+            await completion_job(wire, target, tenant, salt, tokenizer, limit, answer_id)
+        )
+
+    async def _check_size(self, body: bytes, target: Target, prompt: object) -> None:
+        """Refuse early what is far too long. Errors: ApiError 400."""
+        if len(body) > BIG_BYTES:
+            encode = self._texts[target.model].tokenizer.encode
+            longest = self._longest[target.model]
+            await asyncio.to_thread(check_length, strings(prompt), encode, longest)
+
+    def _checked(self, job: Job) -> Job:
+        """Refuse here what no replica can hold: a prompt is millions of integers at worst.
+
+        Errors: ApiError 400.
+        """
+        longest = self._longest[job.target.model]
+        for request in job.requests:
+            if longest is not None and len(request.token_ids) > longest:
+                raise prompt_too_long(len(request.token_ids), longest)
+        return job
 
     def _resolve(self, tenant: TenantConfig, name: str) -> Target:
         target = self._directory.resolve(tenant, name)
@@ -180,16 +274,18 @@ class Frontend:
             partial(self._active.subtract, (tenant.tenant_id,)),
         )
 
-    async def outputs(self, job: Job, meter: Meter) -> Outputs:
+    async def outputs(self, job: Job, meter: Meter, again: bool = False) -> Outputs:
         """The job's outputs, each with its choice's number.
 
+        again  it ran before, for a connection that broke
         Errors: ApiError for what failed in the engine.
         """
         text = self._texts[job.target.model]
         num_choices = job.requests[0].sampling.n
+        names = {request.request_id for request in job.requests if again}
+        self._again |= names
         streams = [text.stream(request, job.stop) for request in job.requests]
-        names = [request.request_id for request in job.requests]
-        self._meters.update(dict.fromkeys(names, meter))
+        self._meters.update((request.request_id, meter) for request in job.requests)
         try:
             async with aclosing(interleave(streams)) as outputs:
                 async for number, output in outputs:
@@ -198,10 +294,12 @@ class Frontend:
                     meter.saw(job, output)
                     yield number * num_choices + output.index, output
         finally:
-            for name in names:
-                del self._meters[name]
+            self._again -= names
+            for request in job.requests:  # another connection may ask for the same answer
+                if self._meters.get(request.request_id) is meter:
+                    del self._meters[request.request_id]
 
-    async def first(self, outputs: Outputs) -> tuple[int, TextOutput]:
+    async def first(self, outputs: Outputs) -> Output:
         """The first output: an error that comes instead of it can still be an HTTP status."""
         try:
             async with asyncio.timeout(self.config.ingress.max_waiting_s):
@@ -221,26 +319,58 @@ class Frontend:
             return await asyncio.to_thread(job.writer.whole)
         return job.writer.whole()
 
-    async def close(self, meter: Meter, outputs: Outputs) -> None:
-        """The end of a streamed answer, however far it came; nothing happens if it came to it."""
+    async def drop(self, outputs: Outputs, first: "asyncio.Task[Output]") -> None:
+        """Give up a streamed answer, however far it came; nothing happens if it came to its end."""
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await outputs.aclose()
+
+    async def close(self, meter: Meter, outputs: Outputs, first: "asyncio.Task[Output]") -> None:
+        """The end of a streamed answer that is the response by now."""
+        await self.drop(outputs, first)
         meter.finish(CLIENT_GONE_STATUS)
 
     async def events(
-        self, job: Job, meter: Meter, outputs: Outputs, first: tuple[int, TextOutput]
+        self,
+        job: Job,
+        meter: Meter,
+        outputs: Outputs,
+        first: Awaitable[Output],
+        resumption: Resumption,
     ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a job whose first output is here."""
+        """The server-sent events of a job, without those that the client has. What fails from here
+        on is an event as well."""
         try:
             async with aclosing(outputs):
-                if chunk := job.writer.chunk(*first):
-                    yield chunk
+                if event := resumption.event(job.writer, *await first):
+                    yield event
                 async for index, output in outputs:
-                    if chunk := job.writer.chunk(index, output):
-                        yield chunk
+                    if event := resumption.event(job.writer, index, output):
+                        yield event
             meter.finish(200)
             yield job.writer.last_chunks()
         except ApiError as exc:
             meter.finish(exc.status)
             yield error_events(exc)
+        except Exception as exc:
+            _log.error("a stream failed unexpectedly", exc_info=exc)
+            meter.finish(500)
+            yield error_events(internal_error())
         finally:
             meter.finish(CLIENT_GONE_STATUS)
+
+
+async def _parsed(wire: type[_Wire], body: bytes) -> _Wire:
+    """A body as its wire type. Errors: ApiError 400, 422."""
+    if len(body) <= BIG_BYTES:
+        return wire.parse(body)
+    await asyncio.to_thread(check_weight, body)
+    return await asyncio.to_thread(wire.parse, body)
+
+
+def _longest_prompt(model: ModelSettings) -> int | None:
+    """The tokens that a model has positions for, as its files say; replicas may hold less."""
+    shape = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    positions = (shape.get("text_config") or shape).get("max_position_embeddings")
+    limits = [n for n in (positions, model.engine_config().max_model_len) if n]
+    return min(limits, default=None)

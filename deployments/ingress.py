@@ -5,32 +5,39 @@ What happens between a body and the engine is in frontend.py.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.admission import Job
-from deployments.api_errors import CLIENT_GONE_STATUS, ApiError
+from deployments.api_errors import CLIENT_GONE_STATUS, ApiError, internal_error
+from deployments.body import BodyLimits, read_body
 from deployments.config import ServiceConfig
-from deployments.frontend import Frontend
+from deployments.edge import STALL_HEADER
+from deployments.frontend import Frontend, Prepare
 from deployments.replica_backend import ReplicaBackend
+from deployments.resumption import Resumption
 from deployments.router_link import RouterLink
+from deployments.streaming import KEEP_ALIVE
 from deployments.tenants import TenantConfig
 from deployments.usage import UsageWriter
 from deployments.usage_store import open_store
 
 _log = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
-_Prepare = Callable[[TenantConfig, bytes], Awaitable[Job]]
+_EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies on the way
 
 
 class ClientGone(Exception):
@@ -52,7 +59,10 @@ class ControlPlane(Protocol):
 class EventStream(StreamingResponse):
     """Server-sent events whose generator is closed as soon as the client is gone.
 
-    close  called once at the end: a generator that never started runs no `finally` of its own
+    close         called once at the end: a generator that never started runs no `finally` of its
+                  own
+    keep_alive_s  a comment goes out after this long without an event
+    late          whether that long has passed already: then a comment comes first
     """
 
     body_iterator: AsyncGenerator[bytes, None]
@@ -62,9 +72,14 @@ class EventStream(StreamingResponse):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str] | None = None,
+        keep_alive_s: float = 15,
+        late: bool = False,
     ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._close = close
+        self._keep_alive_s = keep_alive_s
+        self._late = late
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -73,8 +88,38 @@ class EventStream(StreamingResponse):
             await self._close()
 
     async def stream_response(self, send: Send) -> None:
-        async with aclosing(self.body_iterator):
-            await super().stream_response(send)
+        """Events as they come, comments between them. What is sent is whole events, so the two
+        never cut each other."""
+
+        async def send_body(body: bytes, more: bool = True) -> None:
+            self._sent_s = time.monotonic()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async with aclosing(self.body_iterator) as events:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            self._sent_s = time.monotonic() - self._keep_alive_s * self._late
+            comments = asyncio.create_task(self._comment(send_body))
+            try:
+                async for event in events:
+                    await send_body(event)
+            finally:
+                comments.cancel()
+                await asyncio.gather(comments, return_exceptions=True)
+            await send_body(b"", more=False)
+
+    async def _comment(self, send_body: Callable[[bytes], Awaitable[None]]) -> None:
+        while True:
+            quiet_s = self._sent_s + self._keep_alive_s - time.monotonic()
+            if quiet_s <= 0:
+                await send_body(KEEP_ALIVE)
+            else:
+                await asyncio.sleep(quiet_s)
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         await _disconnected(receive)
@@ -99,7 +144,7 @@ def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
     @api.exception_handler(Exception)
     async def on_bug(_: Request, exc: Exception) -> Response:
         _log.error("a request failed unexpectedly", exc_info=exc)
-        return JSONResponse(ApiError(500, "internal error", kind="server_error").body(), 500)
+        return JSONResponse(internal_error().body(), 500)
 
     @api.get("/health")
     async def health() -> dict[str, str]:
@@ -117,12 +162,12 @@ def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
-        listed = frontend.models(frontend.tenant_of(request.headers))
+        listed = frontend.models(_tenant(frontend, request))
         return JSONResponse(listed.model_dump())
 
     @api.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        card = frontend.model(frontend.tenant_of(request.headers), name)
+        card = frontend.model(_tenant(frontend, request), name)
         return JSONResponse(card.model_dump())
 
     @api.post("/v1/chat/completions")
@@ -136,21 +181,43 @@ def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
     return api
 
 
-async def _answer(frontend: Frontend, request: Request, prepare: _Prepare) -> Response:
-    tenant = frontend.tenant_of(request.headers)
+def _tenant(frontend: Frontend, request: Request) -> TenantConfig:
+    """Who asks. A header that says so twice is refused: a gateway may have added one of the two.
+
+    Errors: ApiError 400, 401.
+    """
+    trusted = frontend.config.ingress.trusted_tenant_header.lower()
+    for name in ("authorization", trusted):
+        if name and len(request.headers.getlist(name)) > 1:
+            raise ApiError(400, f"the header {name} is there more than once")
+    return frontend.tenant_of(request.headers)
+
+
+async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Response:
+    tenant = _tenant(frontend, request)
     meter = frontend.meter(tenant)
     try:
-        body = await _body(request, frontend.config.ingress.max_body_bytes)
-        job = await prepare(tenant, body)
+        job, resumption = await _job(frontend, request, tenant, prepare)
         meter.began(job)
-        headers = {"x-request-id": job.writer.answer_id}
+        stalled_s = str(frontend.config.ingress.max_stalled_s)
+        headers = {"x-request-id": job.writer.answer_id, STALL_HEADER: stalled_s}
         if not job.stream:
             answer = await _unless_gone(request.receive, frontend.whole(job, meter))
             return Response(answer, media_type="application/json", headers=headers)
-        outputs = frontend.outputs(job, meter)
-        first = await _unless_gone(request.receive, frontend.first(outputs))
-        events = frontend.events(job, meter, outputs, first)
-        return EventStream(events, partial(frontend.close, meter, outputs), headers)
+        patience_s = frontend.config.ingress.keep_alive_s
+        outputs = frontend.outputs(job, meter, resumption.has_begun)
+        first = asyncio.create_task(frontend.first(outputs))
+        try:
+            await _unless_gone(request.receive, asyncio.wait({first}, timeout=patience_s))
+            late = not first.done()
+            if not late:
+                first.result()  # an error has its own status as long as nothing was sent
+        except BaseException:
+            await frontend.drop(outputs, first)
+            raise
+        events = frontend.events(job, meter, outputs, first, resumption)
+        close = partial(frontend.close, meter, outputs, first)
+        return EventStream(events, close, headers | _EVENT_HEADERS, patience_s, late)
     except ClientGone:
         meter.finish(CLIENT_GONE_STATUS)
         return Response(status_code=CLIENT_GONE_STATUS)
@@ -165,18 +232,29 @@ async def _answer(frontend: Frontend, request: Request, prepare: _Prepare) -> Re
         raise
 
 
-async def _body(request: Request, limit_bytes: int) -> bytes:
-    """The request's body, at most `limit_bytes` of it in memory. Errors: ApiError 413."""
-    too_large = ApiError(413, f"the body is larger than {limit_bytes} bytes", code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise too_large
-    return bytes(body)
+async def _job(
+    frontend: Frontend, request: Request, tenant: TenantConfig, prepare: Prepare
+) -> tuple[Job, Resumption]:
+    """The request's body, ready to run. Errors: ApiError; ClientGone for an upload given up."""
+    settings = frontend.config.ingress
+    limits = BodyLimits(
+        settings.max_body_bytes, settings.max_stalled_s, settings.min_body_bytes_per_s
+    )
+    with frontend.bodies.share(tenant.tenant_id) as share:
+        try:
+            declared = request.headers.get("content-length")
+            body = await read_body(request.stream(), declared, limits, share)
+        except (ClientDisconnect, RayError):
+            raise ClientGone from None
+        cursor = request.headers.get("last-event-id")
+        resumption = frontend.resumption(tenant, request.url.path, body, cursor)
+        prepared = frontend.prepared(prepare, tenant, body, resumption.answer_id)
+        if share.num_bytes == 0:  # small: ready before anybody could leave
+            job = await prepared
+        else:
+            job = await _unless_gone(request.receive, prepared)
+    resumption.begin(job)
+    return job, resumption
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -220,7 +298,10 @@ class Ingress:
         router: DeploymentHandle,
         replicas: dict[str, DeploymentHandle],
     ) -> None:
-        backends = {name: ReplicaBackend(handle) for name, handle in replicas.items()}
+        patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
+        backends = {
+            name: ReplicaBackend(handle, patience_s, me or "") for name, handle in replicas.items()
+        }
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
         self._tasks = [asyncio.create_task(self._link.run())]

@@ -66,7 +66,7 @@ class Meter:
         self._usage = usage
         self._leave = leave
         self._job: Job | None = None
-        self._nameless_id = f"refused-{uuid4().hex}"
+        self._connection = uuid4().hex[:16]
         self._times = _Times(time.monotonic())
         self._attempts: dict[int, _Attempt] = {1: _Attempt(_utc())}
         self._attempt_of: dict[str, int] = {}  # an engine's request -> the attempt that answers it
@@ -162,8 +162,9 @@ class Meter:
         }
         return [
             UsageRecord(
-                request=job.writer.answer_id if job else self._nameless_id,
+                request=job.writer.answer_id if job else f"refused-{self._connection}",
                 attempt=number,
+                connection=self._connection,
                 tenant=self._tenant_id,
                 model=job.target.model if job else "",
                 adapter=adapter.adapter_id if adapter else "",

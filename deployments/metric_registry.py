@@ -5,7 +5,7 @@ Not here: names (metrics.py) and who counts.
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -59,6 +59,7 @@ class MetricRegistry(Collector):
         self._heard: OrderedDict[str, int] = OrderedDict()  # source -> its last delta's number
         self._views: tuple[ReplicaView, ...] = ()
         self._placement_version = 0
+        self._seat_traffic: dict[tuple[str, str], float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -78,6 +79,10 @@ class MetricRegistry(Collector):
             self._totals.drop(lambda key: _tenant_of(key) in gone)
         self._totals.merge(delta, self._exposed)
 
+    def count(self, series: Series, labels: tuple[str, ...], value: float = 1.0) -> None:
+        """Let a counter of the router's own grow."""
+        self._totals.count(series, labels, value)
+
     def _exposed(self, key: metrics.Key) -> metrics.Key:
         """The key under which this is shown: an ingress may not know yet who has a label now."""
         tenant = _tenant_of(key)
@@ -87,9 +92,18 @@ class MetricRegistry(Collector):
         place = SERIES[name].labels.index("tenant")
         return name, (*labels[:place], OTHER_TENANT, *labels[place + 1 :])
 
-    def set_now(self, views: Iterable[ReplicaView], placement_version: int) -> None:
-        """The replicas that live; a seat that is gone leaves no gauge behind."""
+    def set_now(
+        self,
+        views: Iterable[ReplicaView],
+        placement_version: int,
+        seat_traffic: Mapping[tuple[str, str], float] | None = None,
+    ) -> None:
+        """The replicas that live, and the traffic placed on (model, seat).
+
+        A seat that is gone leaves no gauge behind.
+        """
         self._views = tuple(views)
+        self._seat_traffic = {**(seat_traffic or {})}
         self._placement_version = placement_version
 
     def render(self) -> bytes:
@@ -133,6 +147,7 @@ class MetricRegistry(Collector):
         gauges[metrics.REPLICAS.name] = [
             ((model,), float(seated.count(model))) for model in sorted({*self._models, *seated})
         ]
+        gauges[metrics.SEAT_TRAFFIC.name] = list(self._seat_traffic.items())
         gauges[metrics.PLACEMENT_VERSION.name] = [((), float(self._placement_version))]
         return gauges
 

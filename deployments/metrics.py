@@ -98,7 +98,9 @@ ENGINE_DISCARDED = _counter(
     "moe_engine_discarded_tokens_total", "Tokens drawn and thrown away.", "model"
 )
 ENGINE_REPLAYED = _counter(
-    "moe_engine_replayed_tokens_total", "Tokens computed again after a preemption.", "model"
+    "moe_engine_replayed_tokens_total",
+    "Tokens computed again: preempted, or resumed from another replica.",
+    "model",
 )
 ENGINE_PREEMPTIONS = _counter(
     "moe_engine_preemptions_total", "Sequences sent back for want of pages.", "model"
@@ -121,6 +123,10 @@ ADAPTER_EVICTIONS = _counter(
     "moe_adapter_evictions_total", "Adapters that lost their slot.", "model"
 )
 
+PLACEMENT_MOVES = _counter(
+    "moe_placement_moves_total", "Adapters whose homes were changed, by why.", "model", "kind"
+)
+
 RUNNING = _gauge("moe_running_sequences", "Sequences in the batch.", *_SEAT)
 WAITING = _gauge("moe_waiting_sequences", "Sequences that wait for pages or their turn.", *_SEAT)
 WAITING_ADAPTER = _gauge(
@@ -139,6 +145,9 @@ HOST_ADAPTERS = _gauge("moe_host_tier_adapters", "Adapters in the host tier.", "
 HOST_USED = _gauge("moe_host_tier_used_bytes", "Host tier in use.", "node")
 HOST = _gauge("moe_host_tier_bytes", "Room in the host tier.", "node")
 REPLICAS = _gauge("moe_replicas", "Replicas that hold a seat.", "model")
+SEAT_TRAFFIC = _gauge(
+    "moe_seat_traffic_tokens_per_second", "Drawn by the adapters that are placed there.", *_SEAT
+)
 PLACEMENT_VERSION = _gauge("moe_placement_version", "Version of the placement map.")
 
 SERIES: dict[str, Series] = {

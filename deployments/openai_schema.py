@@ -22,7 +22,9 @@ from pydantic import (
 from deployments.api_errors import ApiError
 
 Number = StrictFloat | StrictInt
-TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+# A list is given up at its first wrong item: an error line for each of a million costs gigabytes.
+Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 
 _NO_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -77,8 +79,8 @@ class _GenerationRequest(_Wire):
     prompt_logprobs: StrictInt | None = None
     seed: StrictInt | None = None
     n: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: StrictStr | Texts | None = None
+    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True)] | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
 
@@ -116,7 +118,7 @@ class _GenerationRequest(_Wire):
 class ChatRequest(_GenerationRequest):
     """Body of /v1/chat/completions. Messages are checked by the chat template's own door."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
@@ -125,7 +127,7 @@ class ChatRequest(_GenerationRequest):
 class CompletionRequest(_GenerationRequest):
     """Body of /v1/completions. A prompt is text, texts, token ids, or lists of token ids."""
 
-    prompt: StrictStr | TokenIds | list[TokenIds] | list[StrictStr]
+    prompt: StrictStr | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | Texts
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool | None = None
     best_of: StrictInt | None = None

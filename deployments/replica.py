@@ -6,7 +6,7 @@ No HTTP, no text.
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,10 +21,12 @@ from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
 from deployments.adapter_actor import adapter_store_actor
+from deployments.autoscaling import Demand
 from deployments.catalog import Answer, Report
 from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
+from deployments.kept_answers import KeptAnswers
 from deployments.metrics import MetricDelta, MetricLog, Outbox, engine_delta, loads_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
@@ -78,6 +80,7 @@ class Replica:
         self._fetch_tasks: set[asyncio.Task[None]] = set()
         self._log, self._counted = MetricLog(), EngineStats()
         self._seat_lost = False
+        self._kept = KeptAnswers()
 
         face = EngineProcess if settings.engine_process else EngineLoop
         self._loop: EngineFace = face(self._engine_maker())
@@ -85,7 +88,10 @@ class Replica:
         self._replica_id, self._node_id = _identity()
         self._outbox = Outbox(self._replica_id)
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
-        self._tasks = [asyncio.create_task(self._report_for_ever())]
+        self._tasks = [
+            asyncio.create_task(self._report_for_ever()),
+            asyncio.create_task(self._watch_callers()),
+        ]
         store = self._loop.traits.store
         if store is not None:  # in a child process: that store asks its sources itself
             link = CatalogLink(
@@ -105,12 +111,32 @@ class Replica:
         return partial(Engine, self._config, self._s3)
 
     async def generate(
-        self, request: Request, place: Place | None = None
+        self, request: Request, place: Place | None = None, spilled: bool = False
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Run a request; closing this aborts it. `place` was for the request router."""
-        async with aclosing(self._loop.messages(request, self._min_gap_s)) as messages:
+        """Run a request; closing this aborts it, and so does the death of the caller that `place`
+        names, after a while.
+
+        spilled  it came here from a full home: nobody loses an adapter slot for it
+        """
+        if spilled:
+            request = replace(request, may_evict=False)
+        caller = place.caller if place is not None else ""
+        noted = self._kept.note(request, self._loop.messages(request, self._min_gap_s), caller)
+        async with aclosing(noted) as messages:
             async for message in messages:
                 yield message
+
+    async def recall(
+        self, request_id: str, place: Place | None = None
+    ) -> list[RequestOutput] | None:
+        """End a request here, and say all that was told of it, for who goes on with it; None: it is
+        not known. `place` was for the request router."""
+        found = self._kept.recall(request_id)
+        if found is None:
+            return None
+        running, outputs = found
+        self._loop.abort(running)
+        return outputs
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End one sequence of a request, or all; an id that is not here is passed over."""
@@ -119,6 +145,10 @@ class Replica:
     async def stats(self) -> EngineStats:
         """The engine's latest snapshot."""
         return self._loop.stats()
+
+    async def view(self) -> ReplicaView:
+        """What it would report now."""
+        return self._view()
 
     async def check_health(self) -> None:
         """Serve replaces this replica if it raises."""
@@ -139,6 +169,10 @@ class Replica:
             "free_slots": view.free_slots,
         }
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy needs to know of now."""
+        return Demand.of(self._loop.stats()).metrics()
+
     def _view(self) -> ReplicaView:
         stats = self._loop.stats()
         return ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
@@ -148,6 +182,15 @@ class Replica:
             with suppress(*_TROUBLE):
                 await self._report()
             await asyncio.sleep(REPORT_PERIOD_S)
+
+    async def _watch_callers(self) -> None:
+        """Nobody closes the streams of an ingress that died: Ray runs them to their ends."""
+        while True:
+            await asyncio.sleep(REPORT_PERIOD_S)
+            callers = self._kept.callers()
+            dead = await asyncio.to_thread(_dead_among, callers) if callers else set()
+            for request_id in self._kept.orphans(dead):
+                self._loop.abort(request_id)
 
     async def _report(self) -> None:
         adapters, used = await asyncio.to_thread(_census, self._config.host_cache_dir)
@@ -259,6 +302,19 @@ def _census(folder: str) -> tuple[int, int]:
     from adapter_store.host_cache import census
 
     return census(Path(folder))
+
+
+def _dead_among(callers: Collection[str]) -> set[str]:
+    """Actors of Serve that are no more; one about which nothing can be learned counts as living."""
+    dead = set()
+    for name in callers:
+        try:
+            ray.get_actor(name, namespace="serve")
+        except ValueError:
+            dead.add(name)
+        except RayError as exc:
+            _log.warning("whether %s lives is not known: %s", name, exc)
+    return dead
 
 
 async def _done(response: Any) -> None:

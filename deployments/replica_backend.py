@@ -1,79 +1,247 @@
 """A base model's replicas as the ingress sees them: a request goes to one, its outputs come back.
+Where that one is lost, the answer goes on from its ids on another.
 
 Not here: which one (request_router.py follows the placement), and what the outputs become (text).
 """
 
+import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    RayServeException,
-)
+import ray
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.placement.view import Place
-from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
+from deployments.progress import Progress
+from deployments.pulse import Pulse
+from model_runner.request import ErrorCode, Request, RequestOutput
 
-_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
+MAX_ATTEMPTS = 2
+"""A request that was running on so many replicas when they died may be what kills them."""
+
+RECALL_S = 1.0
+MAX_ASKED = 16
+"""So long, and so many of them, replicas are asked for an answer that was begun; then it is made
+anew. When an ingress dies, all of its clients come at once."""
+
+_FULL_RETRY_S = 0.1
 _log = logging.getLogger("ray.serve")
 
 
-class ReplicaBackend:
-    """A `Backend` over Ray Serve: the request router of the handle follows `place`."""
+class _Lost(Exception):
+    """The replica that ran a request does so no longer."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+
+class ReplicaBackend:
+    """A `Backend` over Ray Serve: the request router of the handle follows `place`.
+
+    patience_s  how long an answer that broke off waits for a replica to take it over
+    caller      the name of this process' actor: replicas look whether it lives
+    """
+
+    def __init__(
+        self, handle: DeploymentHandle, patience_s: float = 300.0, caller: str = ""
+    ) -> None:
         self._handle = handle
         # Plain values cross: Serve's default, cloudpickle, takes many times as long for them.
-        self._generate = handle.options(
-            method_name="generate",
-            stream=True,
-            request_serialization="pickle",
-            response_serialization="pickle",
-        )
+        plain = handle.options(request_serialization="pickle", response_serialization="pickle")
+        self._generate = plain.options(method_name="generate", stream=True)
+        self._patience_s = patience_s
+        self._caller = caller
+        self._recalled = plain.options(method_name="recall")
+        self._running: dict[str, Progress] = {}
+        self._pulse = Pulse(_is_there)
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     async def stream(
-        self, request: Request, place: Place | None
+        self, request: Request, place: Place | None, again: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A request whose replica dies before its first token is run again, once, on another."""
-        for last_try in (False, True):
-            begun = False
-            messages = self._generate.remote(request, place=place)
-            try:
-                async for message in messages:
-                    begun = True
-                    for output in message:
-                        yield output
-                return
-            except BackPressureError as exc:
-                yield _failed(request, ErrorCode.OVERLOADED, exc.message)
-                return
-            except DeploymentUnavailableError:
-                words = "no replica of this base model could be started"
-                yield _failed(request, ErrorCode.ENGINE_DEAD, words)
-                return
-            except _TROUBLE as exc:
-                _log.warning("request %s lost its replica: %s", request.request_id, exc)
-                if begun or last_try:
-                    words = "the replica that served this request is gone"
-                    yield _failed(request, ErrorCode.ENGINE_DEAD, words)
+        """Run a request. If its replica dies, is stopped, or loses its engine, another one goes on
+        at once from the ids that came; if that one is lost too, the request fails: REPLICAS_LOST.
+
+        Replicas that were lost are avoided: for a while the request routers still know them.
+        again  it ran before, for a connection that broke: from the ids of then where a replica
+               still knows them, else from its beginning
+        """
+        mark = secrets.token_hex(4) if again else ""
+        progress = self._running[request.request_id] = Progress(request, mark)
+        lost: tuple[str, ...] = ()
+        try:
+            for output in await self._recall(request, place) if again else ():
+                yield progress.take(output)
+            while not progress.has_ended:
+                avoid = lost + self._pulse.shunned()
+                seat = replace(
+                    place or Place(),
+                    avoid=avoid,
+                    taken_by=[],
+                    caller=self._caller,
+                    # What has begun somewhere must not be refused for want of room elsewhere.
+                    may_spill=(place is None or place.may_spill) and not lost,
+                )
+                try:
+                    async with aclosing(self._attempt(progress, seat)) as outputs:
+                        async for output in outputs:
+                            yield output
+                except BackPressureError as exc:
+                    yield progress.failure(ErrorCode.OVERLOADED, exc.message)
                     return
-            finally:
-                with suppress(*_TROUBLE):  # it says again what it failed of
-                    messages.cancel()
+                except DeploymentUnavailableError:
+                    words = "no replica of this base model could be started"
+                    yield progress.failure(ErrorCode.ENGINE_DEAD, words)
+                    return
+                except _Lost as loss:
+                    lost += tuple(seat.taken_by[-1:])
+                    _log.warning("request %s lost its replica %s: %s", progress.name, lost, loss)
+                    if progress.attempt == MAX_ATTEMPTS and not progress.has_ended:
+                        words = f"{MAX_ATTEMPTS} replicas were lost while they served this request"
+                        yield progress.failure(ErrorCode.REPLICAS_LOST, words)
+                        return
+        finally:
+            if self._running.get(request.request_id) is progress:
+                del self._running[request.request_id]
 
     async def abort(self, request_id: str, index: int) -> None:
         """Said to every replica of the model: the others do not know the request and do nothing."""
-        self._handle.broadcast("abort", request_id, index)
+        progress = self._running.get(request_id)
+        if progress is not None:
+            progress.end(index)
+            self._tell("abort", progress.name, index)
+
+    def _tell(self, *call: Any) -> None:
+        """Call every replica, and wait for none. A broadcast is sent when its results are asked
+        for."""
+        told = self._handle.broadcast(*call).results_async(return_exceptions=True)
+        task = asyncio.ensure_future(told)
+        self._tasks.add(task)
+        task.add_done_callback(self._told)
+
+    def _told(self, task: "asyncio.Future[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.warning("a call to all replicas failed: %s", task.exception())
+
+    async def _recall(self, request: Request, place: Place | None) -> list[RequestOutput]:
+        """What a replica has told of the request, which ends there; [] if none knows it."""
+        place = place or Place()
+        seats = tuple(dict.fromkeys(place.homes + place.seats))[:MAX_ASKED]
+        # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
+        asked = [
+            asyncio.ensure_future(self._ask(request.request_id, Place((seat,), seat)))
+            for seat in seats
+        ]
+        try:
+            for answer in asyncio.as_completed(asked, timeout=RECALL_S):
+                outputs = await answer
+                if outputs is not None:
+                    return outputs
+        except TimeoutError:
+            _log.warning("not every replica was asked for request %s", request.request_id)
+        finally:
+            for task in asked:
+                task.cancel()
+        return []
+
+    async def _ask(self, request_id: str, place: Place) -> list[RequestOutput] | None:
+        try:
+            outputs: list[RequestOutput] | None = await self._recalled.remote(
+                request_id, place=place
+            )
+            return outputs
+        except Exception as exc:
+            _log.warning("a replica could not be asked for request %s: %s", request_id, exc)
+            return None
+
+    async def _attempt(
+        self, progress: Progress, place: Place
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One run, on one replica. Errors: _Lost; BackPressureError; DeploymentUnavailableError.
+
+        The last one that there may be is not given up for silence: Ray will tell if it is dead.
+        """
+        request = progress.next_attempt()
+        wait = _Wait()
+        watch = self._pulse.watching(place.taken_by, wait.give_up)
+        with watch if progress.attempt < MAX_ATTEMPTS else nullcontext():
+            messages, message = await self._begin(request, place, wait, progress.attempt > 1)
+            try:
+                while message is not None:
+                    for output in message:
+                        if output.error_code is ErrorCode.ENGINE_DEAD:
+                            raise _Lost(output.error)
+                        yield progress.take(output)
+                    message = await wait.next(messages)
+                if not progress.has_ended:
+                    raise _Lost("its stream ended before the answer did")
+            finally:
+                _cancel(messages)
+
+    async def _begin(
+        self, request: Request, place: Place, wait: "_Wait", insist: bool
+    ) -> tuple[Any, list[RequestOutput] | None]:
+        """The stream of messages and its first one.
+
+        insist  wait for room (at most patience_s): what has begun is not turned away
+        """
+        deadline = asyncio.get_running_loop().time() + self._patience_s if insist else None
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    messages = self._generate.remote(request, place=place)
+                    try:
+                        return messages, await wait.next(messages)
+                    except BaseException as exc:
+                        _cancel(messages)
+                        if not (insist and isinstance(exc, BackPressureError)):
+                            raise
+                    await asyncio.sleep(_FULL_RETRY_S)
+        except TimeoutError:
+            raise _Lost(f"no replica took the request over in {self._patience_s} s") from None
 
 
-def _failed(request: Request, code: ErrorCode, words: str) -> RequestOutput:
-    return RequestOutput(
-        request.request_id,
-        finish_reason=FinishReason.ERROR,
-        error_code=code,
-        error=words,
-    )
+class _Wait:
+    """For the messages of one run, until somebody gives it up."""
+
+    def __init__(self) -> None:
+        self._timeout: asyncio.Timeout | None = None
+
+    def give_up(self) -> None:
+        """The replica does not answer: whoever waits for it is told so."""
+        if self._timeout is not None:
+            self._timeout.reschedule(0.0)
+
+    async def next(self, messages: Any) -> list[RequestOutput] | None:
+        """The next message, None after the last.
+
+        Errors: BackPressureError; DeploymentUnavailableError; _Lost for whatever else the call
+        raises: actors that died or cannot be reached raise one thing over Ray's own transport, and
+        others over gRPC.
+        """
+        try:
+            async with asyncio.timeout(None) as self._timeout:
+                message: list[RequestOutput] | None = await anext(messages, None)
+            return message
+        except (BackPressureError, DeploymentUnavailableError):
+            raise
+        except Exception as exc:
+            silent = self._timeout is not None and self._timeout.expired()
+            words = "it does not answer" if silent else f"{type(exc).__name__}: {exc}"
+            raise _Lost(words) from exc
+        finally:
+            self._timeout = None
+
+
+def _cancel(messages: Any) -> None:
+    with suppress(Exception):  # it says again what it failed of
+        messages.cancel()
+
+
+async def _is_there(replica: str) -> None:
+    """Ask an actor of Serve, beside its requests. Errors: what Ray raises if it is not there."""
+    actor = await asyncio.to_thread(ray.get_actor, replica, "serve")
+    await actor.get_num_ongoing_requests.remote()

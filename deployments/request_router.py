@@ -1,45 +1,126 @@
-"""Follows the placement in every ingress: a request goes to its home seat, later to a spill seat,
-never by chance.
+"""Follows the placement in every ingress: a request goes to a home seat, late ones to one spill
+seat, never by chance, and never to a replica that it was lost on.
 
 Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
-shared with anybody.
-Ray's own loop hands a chosen replica to the oldest waiting request, which would undo the placement
-(and a fan-out
-inside one HTTP request would hang), so `_choose_replica_for_request` is overridden, as Ray's
-CapacityQueueRouter does.
+shared with anybody. Ray's own loop hands a chosen replica to the oldest waiting request, which
+would undo the placement (and a fan-out inside one HTTP request would hang), so
+`_choose_replica_for_request` is overridden, as Ray's CapacityQueueRouter does.
+
+Ingresses' maps may differ, and yet no more than one seat beyond the homes takes an adapter in: the
+spill seat is the first in the adapter's rendezvous order that is no home. Of two maps, each one's
+spill seat is either a home in the other, or the other's spill seat too.
 """
 
+import asyncio
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.placement.hash_ring import first_seat
+from deployments.placement.view import Place
+
+_COMPARED = 8
+"""Of many homes, as the base model has, the least loaded of so many is good enough."""
 
 
 class PlacementRequestRouter(RequestRouter):
     """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it
-    became ready.
+    became ready. A call that spills over is told so: `spilled=True`.
 
-    spill_after_s  how long a request waits for a full home before its spill seats may take it
+    spill_after_s  how long a request waits for full homes before its spill seat may take it
     """
 
     def initialize_state(self, spill_after_s: float = 0.25, **_: Any) -> None:
         self._spill_after_s = spill_after_s
+        self._by_seat: dict[str, RunningReplica] = {}
+        self._first_seats: dict[str, str] = {}  # what was worked out for these seats
+        self._rotation = 0
+        # Of each adapter's waiting requests only the first asks its full homes again and again: a
+        # flood costs no more calls than one request, nor does it keep other adapters' out.
+        self._lines: dict[str, deque[asyncio.Event]] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's news: replicas that came, went, or have new routing stats."""
+        seats = self._by_seat.keys()
+        self._by_seat = {
+            seat: replica for replica in replicas if (seat := replica.replica_metadata.get("seat"))
+        }
+        if seats != self._by_seat.keys():
+            self._first_seats.clear()
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Serve's news of a replica that a call found dead."""
+        self._by_seat = {
+            seat: replica
+            for seat, replica in self._by_seat.items()
+            if replica.replica_id != replica_id
+        }
+        self._first_seats.clear()
+        super().on_replica_actor_died(replica_id)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        place = pending_request.kwargs.get("place")
+        pending_request.kwargs.pop("spilled", None)  # of a try that the replica rejected
+        name = place.adapter_id if place is not None else ""
+        line, turn = self._lines.setdefault(name, deque()), asyncio.Event()
+        if is_retry:
+            line.appendleft(turn)
+        else:
+            line.append(turn)
+        line[0].set()
+        try:
+            return await self._choose_in_turn(pending_request, place, turn)
+        finally:
+            line.remove(turn)
+            if line:
+                line[0].set()
+            else:
+                self._lines.pop(name, None)
+
+    async def _choose_in_turn(
+        self, pending_request: PendingRequest, place: Place | None, turn: asyncio.Event
     ) -> RunningReplica:
         attempt = 0
         while True:
             while not self._replicas:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
-            late = time.time() - pending_request.created_at >= self._spill_after_s
-            for candidates in self._ranks(pending_request, late):
-                chosen = await self._select_from_candidate_replicas(candidates, attempt)
+            homes = self._homes(place)
+            if turn.is_set():
+                few = homes[:_COMPARED]
+                chosen = await self._select_from_candidate_replicas(few, attempt) if few else None
+                if chosen is None and len(few) < len(homes):
+                    chosen = await self._select_from_candidate_replicas(homes, attempt)
                 if chosen is not None:
                     return chosen
-            await self._backoff(attempt)
-            attempt += 1
+            early_s = pending_request.created_at + self._spill_after_s - time.time()
+            if early_s <= 0:
+                spill = self._spill(place, homes)
+                chosen = await self._select_from_candidate_replicas(spill, attempt)
+                if chosen is not None:
+                    pending_request.kwargs["spilled"] = True
+                    return chosen
+            if turn.is_set():
+                await self._backoff(attempt)
+                attempt += 1
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(early_s if early_s > 0 else self.max_backoff_s):
+                        await turn.wait()
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
+        """Tell the caller, who is in this process, which replica took its call."""
+        place = pending_request.kwargs.get("place")
+        if place is not None:
+            place.taken_by.append(replica_id.to_full_id_str())
 
     async def choose_replicas(
         self,
@@ -49,26 +130,55 @@ class PlacementRequestRouter(RequestRouter):
         """Serve's ordinary hook: calls without a request of ours in hand."""
         if pending_request is None:
             return [candidate_replicas]
-        return self._ranks(pending_request, late=True)
+        return [self._homes(pending_request.kwargs.get("place"))]
 
-    def _ranks(self, pending_request: PendingRequest, late: bool) -> list[list[RunningReplica]]:
-        """Replicas to try, rank by rank; inside a rank the least loaded takes it."""
-        replicas = list(self._replicas.values())
-        place = pending_request.kwargs.get("place")
-        if place is None:
-            return [replicas]
-        by_seat = {r.replica_metadata.get("seat"): r for r in replicas}
-        homes = [by_seat[seat] for seat in place.homes if seat in by_seat]
-        spill = [by_seat[seat] for seat in place.spill if seat in by_seat]
-        if not homes:  # dead, or the map is old: the next in order at once
-            return [[replica] for replica in spill] + [replicas]
-        ranks = [homes]
-        if late:
-            ranks += [[r] for r in spill if _takes(r, place.adapter_id)]
-        return ranks
+    def _homes(self, place: Place | None) -> list[RunningReplica]:
+        """Replicas of which the least loaded takes it; where loads are equal, each in its turn.
+
+        None: all that there are lost the request already.
+        """
+        seats = self._open_seats(place)
+        if place is None or not place.adapter_id or not self._by_seat:
+            homes = [r for r in self._replicas.values() if not _lost_it(r, place)]
+        else:
+            homes = [seats[seat] for seat in place.homes if seat in seats]
+            if not homes and seats:  # dead, or the map is old: where the router would place it
+                homes = [seats[self._first_seat(place, seats)]]
+        if len(homes) > 1:
+            self._rotation = (self._rotation + 1) % len(homes)
+            homes = homes[self._rotation :] + homes[: self._rotation]
+        return homes
+
+    def _open_seats(self, place: Place | None) -> dict[str, RunningReplica]:
+        if place is None or not place.avoid:
+            return self._by_seat
+        return {seat: r for seat, r in self._by_seat.items() if not _lost_it(r, place)}
+
+    def _first_seat(self, place: Place, seats: dict[str, RunningReplica]) -> str:
+        if seats is not self._by_seat:  # without those that lost it: too seldom to keep
+            return first_seat(place.adapter_id, seats)
+        seat = self._first_seats.get(place.adapter_id)
+        if seat is None:
+            seat = self._first_seats[place.adapter_id] = first_seat(place.adapter_id, seats)
+        return seat
+
+    def _spill(self, place: Place | None, homes: list[RunningReplica]) -> list[RunningReplica]:
+        """The spill seat's replica, if it seems to take the adapter without evicting another."""
+        if place is None or not place.adapter_id or not place.may_spill:
+            return []
+        at_home = {replica.replica_id for replica in homes}
+        others = {
+            seat: replica
+            for seat, replica in self._open_seats(place).items()
+            if replica.replica_id not in at_home
+        }
+        if not others:
+            return []
+        replica = others[first_seat(place.adapter_id, others)]
+        stats = replica.routing_stats
+        takes = place.adapter_id in stats.get("resident", ()) or stats.get("free_slots", 0) > 0
+        return [replica] if takes else []
 
 
-def _takes(replica: RunningReplica, adapter_id: str) -> bool:
-    """Whether a replica can serve the adapter without evicting another one."""
-    stats = replica.routing_stats
-    return adapter_id in stats.get("resident", ()) or stats.get("free_slots", 0) > 0
+def _lost_it(replica: RunningReplica, place: Place | None) -> bool:
+    return place is not None and replica.replica_id.to_full_id_str() in place.avoid

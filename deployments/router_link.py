@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.api_errors import ApiError
 from deployments.frontend import Frontend
 from deployments.metrics import Outbox
-from deployments.placement.view import Placement
+from deployments.placement.view import MapUpdate, MapWanted
 from deployments.tenant_labels import LabelledTenants
 
 SYNC_PERIOD_S = 1.0
@@ -34,6 +34,7 @@ class RouterLink:
         self._frontend = frontend
         self._router = router
         self._outbox = Outbox(uuid4().hex)
+        self._counted_since_s = time.monotonic()
         self._rendered = b""
         self._rendered_at_s = float("-inf")
         self._rendering: asyncio.Task[None] | None = None
@@ -47,22 +48,32 @@ class RouterLink:
             await asyncio.sleep(SYNC_PERIOD_S)
 
     async def sync(self) -> None:
-        """Send what was counted, take the map. What could not be sent goes with the next one."""
+        """Send what was counted, take what is new of the map.
+
+        What could not be sent goes with the next one.
+        """
         frontend = self._frontend
         # First: a new router learns whom the counts that follow may name.
         labelled: LabelledTenants = await self._router.metric_tenants.remote(frontend.labelled)
         frontend.labelled = labelled
         delta, tokens = self._outbox.next(frontend.log.drain), dict(frontend.traffic)
         frontend.traffic.clear()
+        since_s, self._counted_since_s = self._counted_since_s, time.monotonic()
+        over_s = self._counted_since_s - since_s
+        placement = frontend.placement
         try:
-            version = frontend.placement.version
-            placement: Placement | None = await self._router.sync.remote(version, tokens, delta)
+            news: MapUpdate | MapWanted | None = await self._router.sync.remote(
+                placement.version, tokens, delta, over_s
+            )
         except _TROUBLE:
             frontend.traffic.update(tokens)
+            self._counted_since_s = since_s
             raise
         self._outbox.arrived(delta)
-        if placement is not None:
-            frontend.placement = placement
+        if isinstance(news, MapWanted):
+            await self._router.adopt.remote(placement)
+        elif news is not None and (news.since is None or news.since == frontend.placement.version):
+            frontend.placement = frontend.placement.apply(news)
 
     async def metrics(self) -> bytes:
         """Errors: ApiError 503 while the router does not answer."""

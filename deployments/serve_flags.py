@@ -4,10 +4,12 @@ when it is imported, in every process. No Ray here: set them first.
 THROUGHPUT_OPTIMIZED      user code on the main loop, gRPC between deployments
 PROXY_USE_GRPC            gRPC from the HTTP proxy as well, which the first one forgets
 MAX_MESSAGE_LENGTH        what gRPC lets pass: an answer that is not streamed is one message
+PROXY_CALLBACK            the guards around the proxy, without which a client can take its memory
 """
 
 SERVE_FLAGS = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
 }

@@ -29,6 +29,8 @@ from model_runner.text import TextOutput
 from model_runner.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: readers of server-sent events pass it over, proxies see that the stream lives."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ class TenantConfig:
     """
 
     tenant_id: str
-    api_key_digests: tuple[str, ...] = ()
+    api_key_digests: tuple[str, ...] = field(default=(), repr=False)
     adapters: dict[str, AdapterRef] = field(default_factory=dict)
     weight: float = 1.0
     limits: TenantLimits = TenantLimits()
@@ -84,7 +84,8 @@ class TenantDirectory:
     def tenant_of_key(self, api_key: str) -> TenantConfig | None:
         """The owner of an API key.
 
-        Only its digest is looked up, so timing tells nothing of the keys.
+        Only its digest is looked up. How long that takes depends on the digest, which nobody can
+        steer towards another one: timing tells nothing of the keys.
         """
         return self._by_digest.get(key_digest(api_key))
 

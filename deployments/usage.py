@@ -40,6 +40,8 @@ class UsageRecord:
 
     request      as the client knows it (x-request-id)
     attempt      1, or more where a replica was lost
+    connection   of the client: one that broke may ask for the same answer by another, and each
+                 counts all of it, so the furthest is the bill
     status       of the HTTP answer; "moved" where another attempt went on; "running" = so far
     prompt, cached  prompt tokens of the attempt that first answered, and how many were not computed
     delivered    tokens given to the client, up to and with the one that completes a stop string;
@@ -51,6 +53,7 @@ class UsageRecord:
 
     request: str
     attempt: int
+    connection: str
     tenant: str
     model: str
     adapter: str

@@ -35,13 +35,22 @@ def read_records(store: UsageStore, day: str = "") -> Iterator[UsageRecord]:
 
 
 def settle(records: Iterable[UsageRecord]) -> list[UsageRecord]:
-    """One record for each (request, attempt): the last, or the newest of one that never ended."""
-    last: dict[tuple[str, int], UsageRecord] = {}
+    """One record for each (request, attempt): the last, or the newest of one that never ended.
+
+    Of an answer that was asked for again over another connection, those of the one that came
+    furthest: it holds the tokens of the other as well.
+    """
+    answers: dict[str, dict[str, dict[int, UsageRecord]]] = {}
     for record in records:
-        known = last.get((record.request, record.attempt))
+        attempts = answers.setdefault(record.request, {}).setdefault(record.connection, {})
+        known = attempts.get(record.attempt)
         if known is None or _rank(record) > _rank(known):
-            last[record.request, record.attempt] = record
-    return list(last.values())
+            attempts[record.attempt] = record
+    return [
+        record
+        for connections in answers.values()
+        for record in max((list(a.values()) for a in connections.values()), key=_reach)
+    ]
 
 
 def sum_by_tenant(records: Iterable[UsageRecord]) -> dict[str, dict[str, int]]:
@@ -55,6 +64,10 @@ def sum_by_tenant(records: Iterable[UsageRecord]) -> dict[str, dict[str, int]]:
         for name in SUMS:
             sums[name] += getattr(record, name)
     return totals
+
+
+def _reach(attempts: list[UsageRecord]) -> tuple[int, str]:
+    return sum(record.delivered for record in attempts), max(record.ended for record in attempts)
 
 
 def _rank(record: UsageRecord) -> tuple[bool, str]:

@@ -12,6 +12,7 @@ import torch
 
 from adapter_store.arena import AdapterArena
 from adapter_store.host_cache import HostCache
+from adapter_store.packed_layout import ALIGN_BYTES
 from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
 from kernels.lora_tables import LoraTables
@@ -58,15 +59,14 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     check_start(gpu_name(device), config.max_lora_rank)
     on_cpu = device.type == "cpu"
     family, model_config = read_model_config(Path(config.model))
-    dtype = DTYPES[config.dtype or ("float32" if on_cpu else model_config.dtype)]
-    weight_dtype = DTYPES[config.weight_dtype] if config.weight_dtype else dtype
+    dtype, weight_dtype = choose_dtypes(config, model_config, on_cpu)
     max_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     with torch.inference_mode():
         model = family(model_config, _open_reader(config, device, weight_dtype), max_len)
     arena = AdapterArena(
         model.lora_targets,
         max(1, config.max_loras),
-        config.lora_bytes or (CPU_ARENA_BYTES if on_cpu else GPU_ARENA_BYTES),
+        arena_bytes(config, on_cpu),
         weight_dtype,
         device,
         config.max_lora_rank,
@@ -125,6 +125,20 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
     raw = read_json(folder / "config.json")
     family = find_family(list(raw.get("architectures") or ()))
     return family, family.read_config(raw, folder)
+
+
+def choose_dtypes(
+    config: EngineConfig, model_config: ModelConfig, on_cpu: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """What is computed in, and what the model's and the adapters' weights are kept in."""
+    dtype = DTYPES[config.dtype or ("float32" if on_cpu else model_config.dtype)]
+    return dtype, DTYPES[config.weight_dtype] if config.weight_dtype else dtype
+
+
+def arena_bytes(config: EngineConfig, on_cpu: bool) -> int:
+    """Size of the adapter memory, as the arena rounds it."""
+    wanted = config.lora_bytes or (CPU_ARENA_BYTES if on_cpu else GPU_ARENA_BYTES)
+    return wanted // ALIGN_BYTES * ALIGN_BYTES
 
 
 def _find_device(name: str) -> torch.device:

@@ -41,14 +41,19 @@ def read_config(args: argparse.Namespace, model: str, **defaults: Any) -> Engine
     naming an unknown field."""
     fields: dict[str, Any] = dict(defaults)
     if args.config:
-        loaded = yaml.safe_load(Path(args.config).read_text()) or {}
+        try:
+            loaded = yaml.safe_load(Path(args.config).read_text()) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{args.config}: {error}") from None
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{args.config} is no table of fields")
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         unknown = sorted(set(loaded) - known)
         if unknown:
             raise ValueError(f"{args.config}: unknown fields {unknown}; known are {sorted(known)}")
         fields.update(loaded)
-    for name in ("load_format", "device", "dtype"):
-        if getattr(args, name):
+    for name in ("load_format", "device", "dtype", "max_lora_rank", "lora_bytes"):
+        if getattr(args, name, None):  # no command has all of these options
             fields[name] = getattr(args, name)
     fields["model"] = model
     return EngineConfig(**fields)

@@ -22,7 +22,7 @@ class EngineConfig:
                      the GPU, 256 MiB on a CPU
     prefix_cache     reuse the pages of a common prefix (same salt, same adapter)
     max_loras        slots (L): adapters resident at once;  lora_bytes  the arena, 0 = 64 MiB on a
-                     CPU, 8 GiB on a GPU
+                     CPU, 8 GiB on a GPU; one adapter may take half of it
     max_lora_rank    the largest rank that is accepted
     host_cache_dir   folder of packed adapters ("" = a private one in /dev/shm);  host_cache_bytes
                      its budget

@@ -59,6 +59,7 @@ class Engine:
         self._arriving: dict[str, Request] = {}  # their adapter's content is not known yet
         self._gone: dict[str, set[int]] = {}  # of these, the sequences that were aborted since
         self._submitted_s: dict[str, float] = {}  # of those that the scheduler does not know yet
+        self._modest: dict[str, Request] = {}  # nobody is evicted for them; not all have entered
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
         self._scores: dict[int, list[TokenLogprobs]] = {}  # of prompts, as far as they have come
@@ -89,9 +90,9 @@ class Engine:
         except Exception as error:  # a value of a type that nobody expected
             refusal = ErrorCode.BAD_REQUEST, f"malformed request: {type(error).__name__}: {error}"
         if refusal is not None:
-            n = getattr(request.sampling, "n", 1)
-            count = n if isinstance(n, int) and 1 <= n <= 128 else 1
-            self._outputs += [make_failure(request, i, *refusal) for i in range(count)]
+            n = getattr(request.sampling, "n", None)
+            indices = request.indices if isinstance(n, int) and 1 <= n <= 128 else (0,)
+            self._outputs += [make_failure(request, i, *refusal) for i in indices]
             return
         self._lives[request.request_id] = []
         self._submitted_s[request.request_id] = time.monotonic()
@@ -101,7 +102,10 @@ class Engine:
             ref = request.adapter
             if request.adapter_digest:
                 ref = dataclasses.replace(ref, revision=request.adapter_digest)
-            self._arriving[request.request_id] = dataclasses.replace(request, adapter=ref)
+            mine = dataclasses.replace(request, adapter=ref)
+            self._arriving[request.request_id] = mine
+            if not request.may_evict:
+                self._modest[request.request_id] = mine
             self.store.prefetch(ref)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -155,6 +159,7 @@ class Engine:
         new."""
         self.store.poll()
         self._admit_arrived()
+        self._refuse_modest()
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
@@ -312,7 +317,14 @@ class Engine:
             return ErrorCode.PROMPT_TOO_LONG, f"{num_tokens} tokens do not fit into the KV memory"
         if request.adapter is not None and not self.config.max_loras:
             return ErrorCode.ADAPTER_NOT_FOUND, "this engine serves no adapters (max_loras is 0)"
+        if request.adapter is not None and not request.may_evict:
+            return self._find_no_room(request.adapter)
         return None
+
+    def _find_no_room(self, ref: AdapterRef) -> tuple[ErrorCode, str] | None:
+        if self.store.has_room(ref):
+            return None
+        return ErrorCode.NO_ROOM, f"{ref.adapter_id} has no slot here, and none is free"
 
     def _admit_arrived(self) -> None:
         """Requests whose adapter's content is known go to the scheduler, bound to that content;
@@ -342,6 +354,27 @@ class Engine:
                     self.store.prefetch(bound)
                 self._admit(dataclasses.replace(request, adapter=bound))
 
+    def _refuse_modest(self) -> None:
+        """Requests that nobody is evicted for, where their adapter finds no room by itself."""
+        for request_id, request in list(self._modest.items()):
+            lives = [life for life in self._lives.get(request_id, ()) if not life.has_entered]
+            ref = lives[0].request.adapter if lives else request.adapter
+            assert ref is not None
+            if not lives and request_id not in self._arriving:
+                del self._modest[request_id]
+            elif (why := self._find_no_room(ref)) is not None:
+                del self._modest[request_id]
+                if request_id in self._arriving:
+                    wanted = self._still_wanted(request)
+                    self._outputs += [make_failure(request, i, *why) for i in wanted]
+                    del self._arriving[request_id], self._lives[request_id]
+                    self._gone.pop(request_id, None)
+                    self.store.forget(ref)
+                for life in lives:
+                    self.store.forget(ref)
+                    self.scheduler.abort(life.seq_id)
+                    self._finish(life, FinishReason.ERROR, error=why)
+
     def _admit(self, request: Request) -> None:
         seed = request.sampling.seed if request.sampling.seed is not None else next(self._seeds)
         submitted_s = self._submitted_s.pop(request.request_id)
@@ -359,7 +392,7 @@ class Engine:
     def _still_wanted(self, request: Request) -> list[int]:
         """Which of its n sequences were not aborted while its adapter was on the way."""
         gone = self._gone.get(request.request_id, ())
-        return [i for i in range(request.sampling.n) if i not in gone]
+        return [i for i in request.indices if i not in gone]
 
     def _abort_arriving(self, request: Request, index: int | None) -> None:
         ended = [i for i in self._still_wanted(request) if index is None or i == index]

@@ -176,7 +176,7 @@ class EngineFace(ABC):
         used again as soon as its stream is closed.
         """
         problem = request.sampling.problem()
-        indices = range(1 if problem else request.sampling.n)
+        indices = (0,) if problem else request.indices
         refusal = self._refusal(request, problem)
         if refusal is not None:
             yield [_dead(request, index, *refusal) for index in indices]

@@ -51,6 +51,23 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
             ErrorCode.PROMPT_TOO_LONG,
             f"the prompt has {len(ids)} tokens; {max_len - 1} are possible",
         )
+    return _find_fault_in_resumed(request, vocab_size, max_len)
+
+
+def _find_fault_in_resumed(
+    request: Request, vocab_size: int, max_len: int
+) -> tuple[ErrorCode, str] | None:
+    most = max(0, min(request.sampling.max_tokens, max_len - len(request.token_ids)) - 1)
+    for index, ids in enumerate(request.resumed):
+        if ids is None:
+            continue
+        if not isinstance(ids, tuple) or len(ids) > most:
+            words = f"resumed[{index}] must be None or a tuple of at most {most} token ids"
+            return ErrorCode.BAD_REQUEST, words
+        for i in ids:
+            if type(i) is not int or not 0 <= i < vocab_size:
+                words = f"resumed[{index}]: token id {i!r:.40} is not in 0..{vocab_size - 1}"
+                return ErrorCode.BAD_REQUEST, words
     return None
 
 

@@ -30,7 +30,9 @@ class ErrorCode(StrEnum):
     ADAPTER_TOO_LARGE = "adapter_too_large"
     NOT_FINITE = "not_finite"
     OVERLOADED = "overloaded"
+    NO_ROOM = "no_room"
     ENGINE_DEAD = "engine_dead"
+    REPLICAS_LOST = "replicas_lost"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,12 @@ class Request:
     cache_salt  seeds the prefix hash: pages are shared only between requests of one salt.
     adapter_digest  the content that its adapter must have, as a `RequestOutput` told it: another
                 is never used in its place. "" = what the adapter's uri holds now.
+    resumed     () = a new request; else one entry for each of its n sequences, of an answer that
+                broke off: the ids that were delivered of it, or None where it had ended. What comes
+                out are the ids after those, as if it had never broken off (with the same seed).
+    may_evict   False: its adapter takes a slot only if none has to leave for it; where that cannot
+                be, the request is refused (NO_ROOM) instead of waiting.
+    Errors: ValueError if `resumed` has not n entries, or none that is to run.
     """
 
     request_id: str
@@ -160,6 +168,19 @@ class Request:
     weight: float = 1.0
     cache_salt: str = ""
     adapter_digest: str = ""
+    resumed: tuple[tuple[int, ...] | None, ...] = ()
+    may_evict: bool = True
+
+    def __post_init__(self) -> None:
+        if self.resumed and (len(self.resumed) != self.sampling.n or not self.indices):
+            raise ValueError(f"{len(self.indices)} of n = {self.sampling.n} sequences to resume")
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Which of its n sequences are to run."""
+        if not self.resumed:
+            return tuple(range(self.sampling.n))
+        return tuple(index for index, ids in enumerate(self.resumed) if ids is not None)
 
 
 @dataclass(frozen=True)

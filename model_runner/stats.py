@@ -11,8 +11,9 @@ class EngineStats:
 
     counters: num_steps, sampled_tokens (drawn on the device), delivered_tokens (given to clients),
     discarded_tokens (drawn and thrown away: past a stop id, after an abort, not finite),
-              replayed_tokens (computed again after a preemption), prompt_tokens, cached_tokens,
-              preemptions, finished (by reason), evictions, load_failures;
+              replayed_tokens (computed again: after a preemption, or for a resumed answer),
+              prompt_tokens, cached_tokens, preemptions, finished (by reason), evictions,
+              load_failures;
               loads, load_seconds, load_bytes  by tier: "remote" (S3 or a folder -> host), "host"
               (found there), "device" (host -> slot)
     Once an engine is idle, delivered + discarded = sampled. No token is drawn twice: a preempted

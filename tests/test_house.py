@@ -73,6 +73,8 @@ LAW = {
     "deployments.catalog_link": f"{_FACE} ray adapter_store.contents",
     "deployments.replica": f"{_FACE} ray adapter_store model_runner",
     "deployments.ingress": f"{_FACE} ray fastapi starlette pydantic",
+    "deployments.connection": f"{_FACE} uvicorn",
+    "deployments.edge": f"{_FACE} starlette uvicorn",
     "deployments.metric_registry": f"{_FACE} prometheus_client",
     "deployments.usage_store": "boto3 botocore",
     "deployments.keeper": "",

@@ -30,6 +30,8 @@ from adapter_store.formats.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from adapter_store.weights import (
     AdapterManifest,
     AdapterWeights,
+    BoundPair,
+    FileLayout,
     LoraFactors,
     LoraTarget,
     is_finite,
@@ -47,6 +49,7 @@ class _Reading:
     """How one pair is to be read: judged by its header, not yet read."""
 
     layout: Layout
+    lora_rank: int
     scale: float
 
 
@@ -95,7 +98,7 @@ def load(
         factors = _build(file, targets, readings, max_rank)
     if not any(bool(factor.b.any()) for factor in factors.values()):
         warnings.append("every lora_B is zero: the adapter changes nothing")
-    bound = tuple(info.name for pair in pairs for info in (pair.a, pair.b))
+    bound = tuple(_bound(pair, reading) for pair, reading in readings.items())
     return AdapterWeights(factors, AdapterManifest(bound, skipped, tuple(warnings)))
 
 
@@ -187,7 +190,21 @@ def _judge(pair: Pair, flat: Layout | None, config: PeftConfig, max_rank: int) -
     if rank_a != expected:
         what = f"{name} has rank {rank_a}, the config says {expected} (r or rank_pattern)"
         raise AdapterInvalid("rank_mismatch", what)
-    return _Reading(layout, config.scale_of(place.name, rank_a))
+    return _Reading(layout, rank_a, config.scale_of(place.name, rank_a))
+
+
+def _bound(pair: Pair, reading: _Reading) -> BoundPair:
+    place = pair.place
+    layout: FileLayout = "plain"
+    if reading.layout == "natural" or reading.layout == "swapped":
+        layout = reading.layout
+    elif reading.layout == "stacked":
+        shared = place.target.num_experts > 1 and 1 in (pair.a.shape[0], pair.b.shape[0])
+        layout = "shared outer" if shared else "3-D"
+    elif place.expert is not None:
+        layout = "per expert"
+    names = pair.a.name, pair.b.name, place.target.name
+    return BoundPair(*names, layout, reading.lora_rank, reading.scale)
 
 
 def _check_sizes(pair: Pair, stacked: bool) -> None:

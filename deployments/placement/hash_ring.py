@@ -1,5 +1,4 @@
-"""Static placement by rendezvous hashing. It looks at no load: every adapter has one home and an
-order of spill seats.
+"""Static placement by rendezvous hashing. It looks at no load: every adapter has one home.
 
 Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998).
 A lost seat moves only its own adapters, and to the seat that was next in their order.
@@ -8,7 +7,7 @@ A lost seat moves only its own adapters, and to the seat that was next in their 
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from deployments.placement.view import Place, Placement, ReplicaView, TenantLoad
+from deployments.placement.view import Move, Placement, ReplicaView, TenantLoad
 
 
 def place(
@@ -18,22 +17,31 @@ def place(
     seats: dict[str, list[str]] = {}
     for replica in replicas:
         seats.setdefault(replica.model, []).append(replica.seat)
-    places: dict[str, Place] = {}
+    homes: dict[str, tuple[str, ...]] = {}
+    moves = []
     for tenant in tenants:
-        adapter_id = tenant.adapter.adapter_id
-        order = rendezvous_order(adapter_id, seats.get(tenant.adapter.base, []))
-        if order:
-            places[adapter_id] = Place(homes=order[:1], spill=order[1:], adapter_id=adapter_id)
+        adapter_id, base = tenant.adapter.adapter_id, tenant.adapter.base
+        if base in seats:
+            before, after = previous.homes.get(adapter_id), (first_seat(adapter_id, seats[base]),)
+            homes[adapter_id] = after
+            if before is not None and before != after:
+                why = "it is the first seat by name now"
+                moves.append(Move(base, adapter_id, "name", before, after, why))
     fixed = {model: tuple(sorted(names)) for model, names in seats.items()}
-    if fixed == previous.seats and places == previous.places:
+    if fixed == previous.seats and homes == previous.homes:
         return previous
-    return Placement(version=previous.version + 1, seats=fixed, places=places)
+    return Placement(previous.version + 1, fixed, homes, tuple(moves))
 
 
 def rendezvous_order(name: str, seats: Iterable[str]) -> tuple[str, ...]:
     """All seats, the best for `name` first: the same answer in every process."""
+    return tuple(sorted(seats, key=lambda seat: _score(name, seat), reverse=True))
 
-    def score(seat: str) -> tuple[bytes, str]:
-        return blake2b(f"{name}\0{seat}".encode(), digest_size=16).digest(), seat
 
-    return tuple(sorted(seats, key=score, reverse=True))
+def first_seat(name: str, seats: Iterable[str]) -> str:
+    """The best seat for `name`; there must be one."""
+    return max(seats, key=lambda seat: _score(name, seat))
+
+
+def _score(name: str, seat: str) -> tuple[bytes, str]:
+    return blake2b(f"{name}\0{seat}".encode(), digest_size=16).digest(), seat

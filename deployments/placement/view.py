@@ -33,49 +33,113 @@ class ReplicaView:
 class TenantLoad:
     """One adapter of one tenant and the traffic it draws.
 
-    tokens_per_s  prompt and output tokens, a moving average over all ingresses
+    tokens_per_s  prompt and output tokens, a moving average over all ingresses; 0 = it is not used
+    num_bytes     in a slot; 0 = not known, then it counts as the mean of those that are resident
     """
 
     tenant_id: str
     adapter: AdapterRef
     weight: float = 1.0
     tokens_per_s: float = 0.0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one request may go: to the least loaded home, and after a while to the spill seats.
+    """Where one request may go: to the least loaded home, or, late, to the one spill seat.
 
-    spill  in order, the same for every ingress;  adapter_id "" = the base model
+    The spill seat needs no word here: it is the first in the adapter's rendezvous order that is no
+    home.
+    adapter_id  "" = the base model, which is at home everywhere
+    may_spill   False: it was refused there, so it waits for a home
+    avoid       names of replicas that this request was lost on: only others take it
+    taken_by    the request router of the caller's process notes here which replica took it
+    caller      the name of the caller's actor
+    seats       of a request that ran before: who may know of it, beside the homes
     """
 
-    homes: tuple[str, ...]
-    spill: tuple[str, ...] = ()
+    homes: tuple[str, ...] = ()
     adapter_id: str = ""
+    may_spill: bool = True
+    avoid: tuple[str, ...] = ()
+    taken_by: list[str] = field(default_factory=list, compare=False)
+    caller: str = ""
+    seats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """One change of an adapter's homes and why; as a string, the line that explains it.
+
+    kind  why in one word, from a short list: the label of a series
+    """
+
+    model: str
+    adapter_id: str
+    kind: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        before, after = (" ".join(seats) or "nowhere" for seats in (self.before, self.after))
+        return f"{self.adapter_id}: {before} -> {after} ({self.kind}: {self.why})"
+
+
+@dataclass(frozen=True)
+class MapUpdate:
+    """What an ingress lacks of the newest map.
+
+    since  the version that this leads on from, None = this is the whole map
+    homes  adapter_id -> its seats, where they are others now;  gone  adapters that are no more
+    """
+
+    version: int
+    since: int | None
+    seats: dict[str, tuple[str, ...]]
+    homes: dict[str, tuple[str, ...]]
+    gone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MapWanted:
+    """The answer of a router that has just started: it wants the map that an ingress goes by."""
 
 
 @dataclass(frozen=True)
 class Placement:
     """The map that ingresses follow.
 
-    version  grows with every change;  seats  base model -> its seats;  places  adapter_id -> its
-    place
+    version  grows with every change;  seats  base model -> its seats;  homes  adapter_id -> its
+    seats;  moves  what was changed from the version before, and why (no part of the map)
     """
 
     version: int = 0
     seats: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    homes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    moves: tuple[Move, ...] = field(default=(), compare=False)
 
-    def place(self, model: str, adapter_id: str) -> Place | None:
-        """Where a request for `adapter_id` ("" = the base alone) goes;
+    def place(self, adapter_id: str) -> Place:
+        """Where a request for `adapter_id` ("" = the base alone) goes.
 
-        None: the map does not know it.
+        An adapter that the map does not know yet has no homes: its first seat by name takes it.
         """
-        if adapter_id:
-            return self.places.get(adapter_id)
-        seats = self.seats.get(model)
-        return Place(homes=seats) if seats else None
+        return Place(self.homes.get(adapter_id, ()), adapter_id)
 
-    def homes_of(self, seat: str) -> frozenset[str]:
-        """The adapters that have `seat` as a home."""
-        return frozenset(name for name, place in self.places.items() if seat in place.homes)
+    def update_from(self, older: "Placement | None") -> MapUpdate:
+        """What leads from an older map to this one; None = from nothing."""
+        if older is None:
+            return MapUpdate(self.version, None, self.seats, self.homes)
+        homes = {n: seats for n, seats in self.homes.items() if older.homes.get(n) != seats}
+        gone = tuple(name for name in older.homes if name not in self.homes)
+        return MapUpdate(self.version, older.version, self.seats, homes, gone)
+
+    def apply(self, update: MapUpdate) -> "Placement":
+        """The map after an update. Needs: `since` is None or this version."""
+        assert update.since in (None, self.version), (update.since, self.version)
+        homes = update.homes
+        if update.since is not None:
+            homes = {**self.homes, **homes}
+            for name in update.gone:
+                homes.pop(name, None)
+        return Placement(update.version, update.seats, homes)

@@ -203,10 +203,10 @@ def read_eos_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
 
 def read_common(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The fields of `ModelConfig` that every family spells alike. Errors: ModelUnsupported naming
-    what is missing, or a quantization that is neither MXFP4 nor fp8 in blocks."""
+    what is missing, or a quantization other than fp8 in blocks."""
     quantization = raw.get("quantization_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if quantization and method != "mxfp4" and (method != "fp8" or block != [128, 128]):
+    if quantization and (method != "fp8" or block != [128, 128]):
         raise ModelUnsupported(f"quant_method {method!r} (blocks {block}) is not supported")
     try:
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])

@@ -5,6 +5,7 @@ file builds and runs it.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,14 +40,15 @@ class DecoderLayer:
 class Decoder:
     """A causal language model over `config`, loaded from `reader`.
 
-    `lora_targets` is the tuple whose order is the arena's; a layer keeps indices into it.
+    names         the family's own; None = it has no MoE layers
+    lora_targets  the tuple whose order is the arena's; a layer keeps indices into it
     """
 
-    def __init__(
-        self, config: ModelConfig, names: NameMap | None, reader: WeightReader, max_len: int
-    ) -> None:
-        self.config, self.names = config, names
-        self.lora_targets = list_lora_targets(config, names)
+    names: ClassVar[NameMap | None] = None
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
+        self.config = config
+        self.lora_targets = list_lora_targets(config, self.names)
         self._index = {t.name: i for i, t in enumerate(self.lora_targets)}
         c = config
         embed = reader.read("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))  # [V, H]

@@ -20,12 +20,22 @@ from model_runner.models.decoder import Decoder
 from model_runner.models.lora_targets import NameMap
 from model_runner.models.qwen3_moe import NAMES as QWEN3_NAMES
 
+NAMES = NameMap(
+    gate=QWEN3_NAMES.gate,
+    gate_up_parts=QWEN3_NAMES.gate_up_parts,
+    down_parts=QWEN3_NAMES.down_parts,
+    interleaved=False,
+    weight_is_in_out=False,
+    read_gate_up=QWEN3_NAMES.read_gate_up,
+    read_down=QWEN3_NAMES.read_down,
+    shared="shared_experts",
+)
+
 
 class DeepSeek(Decoder):
     """What V2 and V3 share."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
-        super().__init__(config, NAMES, reader, max_len)
+    names = NAMES
 
     def _load_mixer(self, reader: WeightReader, n: int) -> LatentAttention:
         p, c = f"model.layers.{n}.self_attn.", self.config
@@ -146,15 +156,3 @@ def _read_config(
         )
     except KeyError as error:
         raise ModelUnsupported(f"{folder}/config.json: {error} is missing") from None
-
-
-NAMES = NameMap(
-    gate=QWEN3_NAMES.gate,
-    gate_up_parts=QWEN3_NAMES.gate_up_parts,
-    down_parts=QWEN3_NAMES.down_parts,
-    interleaved=False,
-    weight_is_in_out=False,
-    read_gate_up=QWEN3_NAMES.read_gate_up,
-    read_down=QWEN3_NAMES.read_down,
-    shared="shared_experts",
-)

@@ -26,42 +26,6 @@ from model_runner.models.lora_targets import NameMap
 MXFP4_GROUP = 32
 
 
-class GptOss(Decoder):
-    """GptOssForCausalLM."""
-
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
-        super().__init__(config, NAMES, reader, max_len)
-
-    @staticmethod
-    def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
-        """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
-        require(raw, "hidden_act", "silu")
-        require(raw, "swiglu_limit", 7.0)
-        require(raw, "swiglu_alpha", 1.702)
-        quantization = raw.get("quantization_config") or {}
-        if quantization and quantization.get("quant_method") != "mxfp4":
-            raise ModelUnsupported(
-                f"quant_method {quantization.get('quant_method')!r} is not supported"
-            )
-        common = read_common(raw, folder)
-        layers = common["num_layers"]
-        kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * layers
-        window = int(raw.get("sliding_window") or 0)
-        return ModelConfig(
-            **common,
-            windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers]),
-            experts_of_layer=(int(raw["num_local_experts"]),) * layers,
-            top_k=int(raw.get("num_experts_per_tok") or raw["experts_per_token"]),
-            expert_intermediate_size=common["intermediate_size"],
-            activation="gpt_oss",
-            attention_bias=True,
-            output_bias=True,
-            gate_bias=True,
-            sinks=True,
-            mxfp4=bool(quantization),
-        )
-
-
 def _for_device(w: ExpertWeights) -> ExpertWeights:
     """A GPU's kernels want MXFP4 packed; references compute from what the checkpoint has."""
     return w.pack() if w.blocks is not None and w.blocks.is_cuda and use_triton(w.blocks) else w
@@ -113,3 +77,38 @@ NAMES = NameMap(
     read_gate_up=_read_gate_up,
     read_down=_read_down,
 )
+
+
+class GptOss(Decoder):
+    """GptOssForCausalLM."""
+
+    names = NAMES
+
+    @staticmethod
+    def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
+        """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        require(raw, "hidden_act", "silu")
+        require(raw, "swiglu_limit", 7.0)
+        require(raw, "swiglu_alpha", 1.702)
+        quantization = raw.get("quantization_config") or {}
+        if quantization and quantization.get("quant_method") != "mxfp4":
+            raise ModelUnsupported(
+                f"quant_method {quantization.get('quant_method')!r} is not supported"
+            )
+        common = read_common({**raw, "quantization_config": None}, folder)
+        layers = common["num_layers"]
+        kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+        window = int(raw.get("sliding_window") or 0)
+        return ModelConfig(
+            **common,
+            windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers]),
+            experts_of_layer=(int(raw["num_local_experts"]),) * layers,
+            top_k=int(raw.get("num_experts_per_tok") or raw["experts_per_token"]),
+            expert_intermediate_size=common["intermediate_size"],
+            activation="gpt_oss",
+            attention_bias=True,
+            output_bias=True,
+            gate_bias=True,
+            sinks=True,
+            mxfp4=bool(quantization),
+        )

@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from model_runner.models.base import ModelConfig, WeightReader, read_common, require
+from model_runner.models.base import ModelConfig, read_common, require
 from model_runner.models.decoder import Decoder
 
 
 class Llama(Decoder):
     """LlamaForCausalLM."""
-
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
-        super().__init__(config, None, reader, max_len)
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:

@@ -25,12 +25,45 @@ from model_runner.models.decoder import Decoder
 from model_runner.models.lora_targets import NameMap
 
 
+def _read_experts(reader: WeightReader, name: str, rows: int, cols: int, experts: int):
+    """[E, in, out] as the checkpoint has it -> rows = outputs."""
+    weight = reader.read(name, (experts, cols, rows))  # [E, in, out]
+    return ExpertWeights(weight=weight.transpose(1, 2).contiguous())  # [E, out, in]
+
+
+NAMES = NameMap(
+    gate="feed_forward.router",
+    gate_up_parts=("gate_proj", "up_proj"),
+    down_parts=("down_proj",),
+    interleaved=False,
+    weight_is_in_out=True,
+    read_gate_up=lambda reader, p, c: _read_experts(
+        reader,
+        p + "feed_forward.experts.gate_up_proj",
+        2 * c.expert_intermediate_size,
+        c.hidden_size,
+        c.num_experts,
+    ),
+    read_down=lambda reader, p, c: _read_experts(
+        reader,
+        p + "feed_forward.experts.down_proj",
+        c.hidden_size,
+        c.expert_intermediate_size,
+        c.num_experts,
+    ),
+    mlp="feed_forward",
+    shared="shared_expert",
+)
+
+
 class Llama4(Decoder):
     """Llama4ForCausalLM, and the text half of Llama4ForConditionalGeneration."""
 
+    names = NAMES
+
     def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
         renamed = RenamedReader(reader, lambda name: f"language_model.{name}")
-        super().__init__(config, NAMES, renamed, max_len)
+        super().__init__(config, renamed, max_len)
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
@@ -86,34 +119,3 @@ class Llama4(Decoder):
         positions = torch.arange(len(self._rope), device=weight.device, dtype=torch.float32)
         growth = torch.log1p(torch.floor((positions + 1) / rotation.scale_floor))  # [positions]
         return replace(attention, rope=None, q_scale=growth * rotation.scale_slope + 1)
-
-
-def _read_experts(reader: WeightReader, name: str, rows: int, cols: int, experts: int):
-    """[E, in, out] as the checkpoint has it -> rows = outputs."""
-    weight = reader.read(name, (experts, cols, rows))  # [E, in, out]
-    return ExpertWeights(weight=weight.transpose(1, 2).contiguous())  # [E, out, in]
-
-
-NAMES = NameMap(
-    gate="feed_forward.router",
-    gate_up_parts=("gate_proj", "up_proj"),
-    down_parts=("down_proj",),
-    interleaved=False,
-    weight_is_in_out=True,
-    read_gate_up=lambda reader, p, c: _read_experts(
-        reader,
-        p + "feed_forward.experts.gate_up_proj",
-        2 * c.expert_intermediate_size,
-        c.hidden_size,
-        c.num_experts,
-    ),
-    read_down=lambda reader, p, c: _read_experts(
-        reader,
-        p + "feed_forward.experts.down_proj",
-        c.hidden_size,
-        c.expert_intermediate_size,
-        c.num_experts,
-    ),
-    mlp="feed_forward",
-    shared="shared_expert",
-)

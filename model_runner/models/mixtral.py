@@ -15,30 +15,6 @@ from model_runner.models.decoder import Decoder
 from model_runner.models.lora_targets import NameMap
 from model_runner.models.qwen3_moe import read_experts
 
-
-class Mixtral(Decoder):
-    """MixtralForCausalLM."""
-
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
-        renamed = RenamedReader(reader, lambda name: name.replace(".mlp.", ".block_sparse_moe."))
-        super().__init__(config, NAMES, renamed, max_len)
-
-    @staticmethod
-    def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
-        """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
-        require(raw, "hidden_act", "silu")
-        require(raw, "attention_bias", False)
-        common = read_common(raw, folder)
-        layers = common["num_layers"]
-        return ModelConfig(
-            **common,
-            windows=(int(raw.get("sliding_window") or 0),) * layers,
-            experts_of_layer=(int(raw["num_local_experts"]),) * layers,
-            top_k=int(raw["num_experts_per_tok"]),
-            expert_intermediate_size=common["intermediate_size"],
-        )
-
-
 NAMES = NameMap(
     gate="mlp.gate",
     gate_up_parts=("w1", "w3"),
@@ -65,3 +41,28 @@ NAMES = NameMap(
     ),
     old_mlp="block_sparse_moe",
 )
+
+
+class Mixtral(Decoder):
+    """MixtralForCausalLM."""
+
+    names = NAMES
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
+        renamed = RenamedReader(reader, lambda name: name.replace(".mlp.", ".block_sparse_moe."))
+        super().__init__(config, renamed, max_len)
+
+    @staticmethod
+    def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
+        """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        require(raw, "hidden_act", "silu")
+        require(raw, "attention_bias", False)
+        common = read_common(raw, folder)
+        layers = common["num_layers"]
+        return ModelConfig(
+            **common,
+            windows=(int(raw.get("sliding_window") or 0),) * layers,
+            experts_of_layer=(int(raw["num_local_experts"]),) * layers,
+            top_k=int(raw["num_experts_per_tok"]),
+            expert_intermediate_size=common["intermediate_size"],
+        )

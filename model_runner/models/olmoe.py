@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from model_runner.models.base import ModelConfig, WeightReader, read_common, require
+from model_runner.models.base import ModelConfig, read_common, require
 from model_runner.models.decoder import Decoder
 from model_runner.models.qwen3_moe import NAMES
 
@@ -11,8 +11,7 @@ from model_runner.models.qwen3_moe import NAMES
 class Olmoe(Decoder):
     """OlmoeForCausalLM."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
-        super().__init__(config, NAMES, reader, max_len)
+    names = NAMES
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:

@@ -38,11 +38,37 @@ def read_experts(
     return ExpertWeights(weight=torch.stack(stacked))  # [E, out, in]
 
 
+NAMES = NameMap(
+    gate="mlp.gate",
+    gate_up_parts=("gate_proj", "up_proj"),
+    down_parts=("down_proj",),
+    interleaved=False,
+    weight_is_in_out=False,
+    read_gate_up=lambda reader, p, c: read_experts(
+        reader,
+        p + "mlp.experts.",
+        ("gate_proj", "up_proj"),
+        "gate_up_proj",
+        c.expert_intermediate_size,
+        c.hidden_size,
+        c.num_experts,
+    ),
+    read_down=lambda reader, p, c: read_experts(
+        reader,
+        p + "mlp.experts.",
+        ("down_proj",),
+        "down_proj",
+        c.hidden_size,
+        c.expert_intermediate_size,
+        c.num_experts,
+    ),
+)
+
+
 class Qwen3Moe(Decoder):
     """Qwen3MoeForCausalLM."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
-        super().__init__(config, NAMES, reader, max_len)
+    names = NAMES
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
@@ -71,30 +97,3 @@ class Qwen3Moe(Decoder):
             renormalize=bool(raw.get("norm_topk_prob", True)),
             qk_norm=True,
         )
-
-
-NAMES = NameMap(
-    gate="mlp.gate",
-    gate_up_parts=("gate_proj", "up_proj"),
-    down_parts=("down_proj",),
-    interleaved=False,
-    weight_is_in_out=False,
-    read_gate_up=lambda reader, p, c: read_experts(
-        reader,
-        p + "mlp.experts.",
-        ("gate_proj", "up_proj"),
-        "gate_up_proj",
-        c.expert_intermediate_size,
-        c.hidden_size,
-        c.num_experts,
-    ),
-    read_down=lambda reader, p, c: read_experts(
-        reader,
-        p + "mlp.experts.",
-        ("down_proj",),
-        "down_proj",
-        c.hidden_size,
-        c.expert_intermediate_size,
-        c.num_experts,
-    ),
-)

@@ -3,10 +3,11 @@ asked for."""
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from model_runner.models.base import ModelConfig, ModelUnsupported, WeightReader
 from model_runner.models.decoder import Decoder
+from model_runner.models.lora_targets import NameMap
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": "model_runner.models.deepseek:DeepSeekV2",
@@ -23,7 +24,9 @@ FAMILIES = {
 
 
 class Family(Protocol):
-    """A model class: how it reads its config, and how it is built."""
+    """A model class: how it reads its config, how it is built, and how it spells its parts."""
+
+    names: ClassVar[NameMap | None]
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:

@@ -18,8 +18,11 @@ _SLOT_QUANTUM = 4096.0
 class SlotGate(Protocol):
     """The adapter slots, as the scheduler sees them."""
 
-    def acquire(self, ref: AdapterRef) -> SlotLease | None:
-        """A lease if the adapter is in a slot; None: not yet (asking makes the store bring it)."""
+    def acquire(self, ref: AdapterRef, *, may_evict: bool = True) -> SlotLease | None:
+        """A lease if the adapter is in a slot; None: not yet (asking makes the store bring it).
+
+        may_evict  False: it comes only where no other has to go for it
+        """
 
     def release(self, lease: Any, /, *, unused: bool = False) -> None:
         """Give one of its own leases back: no launched step names it any more.

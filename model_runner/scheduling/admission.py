@@ -147,7 +147,9 @@ class Admission:
             return False
         lease = None
         if ref is not None:
-            lease = None if self._waiters.is_draining(ref) else self._gate.acquire(ref)
+            if not self._waiters.is_draining(ref):
+                may_evict = seq.request.may_evict or seq.has_entered
+                lease = self._gate.acquire(ref, may_evict=may_evict)
             if lease is None:
                 self._queue.discard(seq)
                 seq.status = SequenceStatus.WAITING_ADAPTER
@@ -180,8 +182,9 @@ class Admission:
         else:
             seq.has_entered = True
             seq.entered_s = time.monotonic()
-            seq.num_cached_tokens = num_cached
-            self.num_cached_tokens += num_cached
+            self.num_replayed += seq.num_given - max(seq.prompt_len, min(num_cached, seq.num_given))
+            seq.num_cached_tokens = min(num_cached, seq.prompt_len)
+            self.num_cached_tokens += seq.num_cached_tokens
             self.num_prompt_tokens += seq.prompt_len
         self._running.start_prefill(seq)
         return True

@@ -103,7 +103,7 @@ class Scheduler:
 
     @property
     def num_replayed(self) -> int:
-        """Tokens that were in the cache, lost it by preemption, and were computed again."""
+        """Computed again: what a preempted sequence had in the cache, a resumed one's output."""
         return self._admission.num_replayed
 
     def forget_counts(self) -> None:
@@ -124,8 +124,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Let it wait for its turn. The engine refuses what does not fit before."""
         total = min(seq.prompt_len + max(1, seq.request.sampling.max_tokens), self.max_model_len)
-        assert seq.prompt_len < total and self.fits(total), (
-            f"{seq.prompt_len} of {total} tokens, {self.max_model_len} allowed, "
+        assert seq.num_given < total and self.fits(total), (
+            f"{seq.num_given} of {total} tokens, {self.max_model_len} allowed, "
             f"{self.pool.num_pages} pages"
         )
         assert seq.seq_id not in self._seqs, f"sequence {seq.seq_id} twice"
@@ -328,7 +328,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._running.remove(seq)
         self._chunks.pop(seq, None)
-        if seq.num_total > seq.prompt_len:  # its prompt was charged, its output as it was drawn
+        if seq.num_total > seq.num_given:  # that was charged, what followed as it was drawn
             seq.num_charged = seq.num_total
         seq.num_lost = seq.num_computed
         seq.num_computed = 0

@@ -52,6 +52,8 @@ class Sequence:
     row             its row in the newest step that names it
     next_event      num_computed at which a decode needs more than one more token: a page, its end,
                     min_tokens
+    num_given       tokens it came with: the prompt, and the output of a resumed one, which is
+                    computed again as after a preemption
     num_cached_tokens  of the prompt, found in the prefix cache when it first entered
     num_lost        tokens that were in the cache when it was last preempted
     num_discarded   tokens drawn for it and thrown away, known when it finishes
@@ -78,6 +80,7 @@ class Sequence:
         "num_charged",
         "num_computed",
         "num_discarded",
+        "num_given",
         "num_in_flight",
         "num_lost",
         "num_pending",
@@ -112,6 +115,9 @@ class Sequence:
         self.seed = seed
         self.token_ids = list(request.token_ids)
         self.prompt_len = len(self.token_ids)
+        if request.resumed:
+            self.token_ids += request.resumed[index] or ()
+        self.num_given = len(self.token_ids)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.slot: SlotLease | None = None
@@ -125,7 +131,9 @@ class Sequence:
         self.num_lost = 0
         self.num_discarded = 0
         self.submitted_s = self.entered_s = 0.0
-        wanted = request.sampling.prompt_logprobs is not None and not index
+        # What a broken answer goes on from was told with its first part.
+        is_new = len(self.token_ids) == self.prompt_len
+        wanted = request.sampling.prompt_logprobs is not None and not index and is_new
         self.num_scored = 1 if wanted else self.prompt_len
         self.has_entered = False
         self.num_charged = 0
@@ -172,7 +180,7 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         """More than its newest token is to be computed before the next can be drawn."""
-        return self.num_computed < self.num_total - 1 or self.num_total == self.prompt_len
+        return self.num_computed < self.num_total - 1 or self.num_total == self.num_given
 
     @property
     def bans_end(self) -> bool:

@@ -97,7 +97,7 @@ def test_golden_adapter_gives_its_logits(case: GoldenCase) -> None:
 
 
 # What the message must name: the tensor or the field at fault.
-_NAMED = {
+NAMED = {
     "llama-refuse_unbound_tensor": "qkv_proj",
     "gpt_oss-refuse_unbound_layer": "layers.",
     "qwen3_moe-refuse_unbound_segment": "mlp.moe.experts",
@@ -137,7 +137,7 @@ _NAMED = {
     "llama-refuse_other_architecture_mla": "kv_a_proj_with_mqa",
     "gpt_oss_square-refuse_ambiguous_down": "mlp.experts.lora_A",
 }
-_EITHER = {"llama-refuse_other_architecture_mla": {"unbound_tensor", "shape"}}
+EITHER = {"llama-refuse_other_architecture_mla": {"unbound_tensor", "shape"}}
 
 
 @pytest.mark.parametrize("case", load_cases("refuse"), ids=lambda case: case.id)
@@ -146,6 +146,6 @@ def test_golden_refusal_names_what_is_wrong(case: GoldenCase) -> None:
     before = sorted(case.adapter.iterdir())
     with pytest.raises(AdapterInvalid) as refusal:
         load_adapter(case.adapter, golden_targets(case.model))
-    assert refusal.value.reason in _EITHER.get(case.id, {case.reason}), str(refusal.value)
-    assert _NAMED[case.id] in str(refusal.value)
+    assert refusal.value.reason in EITHER.get(case.id, {case.reason}), str(refusal.value)
+    assert NAMED[case.id] in str(refusal.value)
     assert sorted(case.adapter.iterdir()) == before

@@ -118,6 +118,19 @@ def test_nobody_is_evicted_in_vain() -> None:
     table.check()
 
 
+def test_who_may_not_evict_gets_what_fits() -> None:
+    table = SlotTable(2, 100)
+    assert load(table, "a", 60) == 0
+    use(table, "a")
+    assert table.fits(ends(40)) and table.fits((0,)) and not table.fits(ends(41))
+    assert table.place("b", ends(41), nobody, may_evict=False) is None
+    assert table.resident == ("a",)
+    placed = table.place("b", ends(40), nobody, may_evict=False)
+    assert placed is not None and placed.evicted == ()
+    assert not table.fits((0,)), "bytes or not, there is no slot"
+    table.check()
+
+
 def test_fragments_are_no_reason_to_fail() -> None:
     table = SlotTable(8, 800)
     for i in range(8):

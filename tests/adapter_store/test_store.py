@@ -307,6 +307,26 @@ def test_in_use_is_never_evicted(bench: Bench) -> None:
     assert_slot_holds(arena_of(store), other.index, weights_of(refs[1]))
 
 
+def test_who_may_not_evict_takes_what_is_free(bench: Bench) -> None:
+    store = bench.store(num_slots=2)
+    first, second, third = (bench.ref(f"r{i}", seed=i) for i in range(3))
+    assert store.has_room(first)
+    use(store, first)
+    store.prefetch(second)
+    lease = drive(store, lambda: store.acquire(second, may_evict=False))
+    store.release(lease)
+    assert store.has_room(first) and store.has_room(second) and not store.has_room(third)
+    assert store.stats().loads["remote"] == 2, "asking for room has fetched something"
+    store.prefetch(third)
+    drive(store, lambda: store.digest_of(third))
+    for _ in range(20):
+        store.poll()
+        assert store.acquire(third, may_evict=False) is None and not store.has_room(third)
+        time.sleep(0.002)
+    assert store.stats().evictions == 0
+    assert drive(store, lambda: store.acquire(third)) and store.stats().evictions == 1
+
+
 def test_an_evicted_adapter_is_gone_from_the_tables_while_the_next_one_loads(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,11 +407,13 @@ def test_a_hold_ends_when_nobody_waits_or_after_its_time(bench: Bench) -> None:
     assert drive(store, lambda: store.acquire(c))
 
 
-def test_larger_than_the_arena_is_an_error_with_both_sizes(bench: Bench) -> None:
-    store = bench.store(num_bytes=ADAPTER_BYTES - 256)
+def test_more_than_half_of_the_arena_is_an_error_with_both_sizes(bench: Bench) -> None:
+    room = 2 * ADAPTER_BYTES
+    store = bench.store(num_bytes=room - 256)
     error = fails(store, bench.ref("a", seed=1))
     assert isinstance(error, StoreFull)
-    assert str(ADAPTER_BYTES) in str(error) and str(ADAPTER_BYTES - 256) in str(error)
+    assert str(ADAPTER_BYTES) in str(error) and str(room - 256) in str(error)
+    use(bench.store(num_bytes=room), bench.ref("a"))
     error = fails(bench.store(num_slots=0), bench.ref("a"))
     assert isinstance(error, StoreFull)
 
@@ -631,6 +653,46 @@ store.close()
             process.wait()
     assert outs[0] == outs[1] and len(outs[0].split()) == 2
     assert (tmp_path / "loads").read_text() == "xx"
+
+
+def test_whoever_waits_for_a_fetch_makes_it_when_its_process_is_killed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """As an engine does when the node's actor dies in the middle: it does not wait for another."""
+    code = f"""
+import time
+from pathlib import Path
+from tests.adapter_store.test_store import Bench, use
+
+def hangs(folder, targets, *, max_rank):
+    print("loading", flush=True)
+    time.sleep(600)
+
+bench = Bench(Path({str(tmp_path)!r}))
+use(bench.store(load_adapter=hangs), bench.ref("a"))
+"""
+    ref, loads = bench.ref("a", seed=1), []
+
+    def load(folder: Path, targets: Any, *, max_rank: int) -> AdapterWeights:
+        loads.append(folder)
+        return load_adapter(folder, targets, max_rank=max_rank)
+
+    actor = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert actor.stdout is not None and actor.stdout.readline() == "loading\n"
+        engine = bench.store(load_adapter=load)
+        engine.prefetch(ref)
+        for _ in range(20):
+            engine.poll()
+            time.sleep(0.01)
+        assert not loads and engine.digest_of(ref) is None, "the other one has it in hand"
+    finally:
+        actor.kill()
+        actor.wait()
+    use(engine, ref)
+    assert len(loads) == 1
 
 
 def test_random_lives_never_touch_each_other(bench: Bench) -> None:

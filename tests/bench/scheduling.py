@@ -39,7 +39,7 @@ class Lease:
 class ResidentGate:
     """All adapters are in their slots."""
 
-    def acquire(self, ref: AdapterRef) -> Lease:
+    def acquire(self, ref: AdapterRef, *, may_evict: bool = True) -> Lease:
         return Lease(int(ref.adapter_id))
 
     def release(self, lease: Lease, /, *, unused: bool = False) -> None:

@@ -29,12 +29,14 @@ class ScriptedBackend:
         self.failure: tuple[ErrorCode, str] | None = None
         self.requests: list[Request] = []
         self.places: list[Place | None] = []
+        self.again: list[bool] = []
         self.running: set[str] = set()
         self.aborted: list[tuple[str, int]] = []
 
     async def stream(
-        self, request: Request, place: Place | None
+        self, request: Request, place: Place | None, again: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
+        self.again.append(again)
         self.requests.append(request)
         self.places.append(place)
         self.running.add(request.request_id)

@@ -5,6 +5,7 @@ Without Ray and without an engine.
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,13 @@ from model_runner.request import ErrorCode
 from model_runner.tokenizer import Tokenizer
 from tests.deployments.conftest import Face, FakeControl, ScriptedBackend
 from tests.model_runner.demo import PADDING_IDS
+from tests.sse_client import read_events
 
 
 def events(response: httpx.Response) -> list[Any]:
-    lines = [line[6:] for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    found = list(read_events(response.text.split("\n")))
+    assert found[-1].data == "[DONE]"
+    return [json.loads(event.data) for event in found[:-1]]
 
 
 def assert_openai_error(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -33,6 +35,52 @@ def assert_openai_error(response: httpx.Response, status: int) -> dict[str, Any]
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str) and error["message"]
     return error
+
+
+class Call:
+    """One request over ASGI whose messages are seen as they come."""
+
+    def __init__(self, face: Face, body: bytes, more_body: bool = False) -> None:
+        self.inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.inbox.put_nowait({"type": "http.request", "body": body, "more_body": more_body})
+        self.status = 0
+        self.text = ""
+        self.ended = False
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer sk-demo-pirate")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        self.task = asyncio.create_task(face.api(scope, self.inbox.get, self.send))
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.text += message.get("body", b"").decode()
+            self.ended = not message.get("more_body", False)
+
+    def hang_up(self) -> None:
+        self.inbox.put_nowait({"type": "http.disconnect"})
+
+
+def call(face: Face, **fields: Any) -> Call:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    return Call(face, json.dumps(body | fields).encode())
+
+
+def quick_comments(face: Face, **values: Any) -> None:
+    settings = face.frontend.config.ingress.model_copy(update={"keep_alive_s": 0.05} | values)
+    face.frontend.config = face.frontend.config.model_copy(update={"ingress": settings})
 
 
 async def test_chat(face: Face) -> None:
@@ -377,41 +425,108 @@ async def test_hang_up_closes_the_stream(face: Face, stream: bool) -> None:
     """The client leaves after its first chunk, or while it waits: its request is gone at once."""
     face.backend.gap_s = 0.02
     face.backend.words = "word " * 400
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
-    body["max_tokens"] = 400
-    inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "root_path": "",
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(b"authorization", b"Bearer sk-demo-pirate")],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2),
-    }
-    task = asyncio.create_task(face.api(scope, inbox.get, send))
+    leaving = call(face, stream=stream, max_tokens=400)
     await asyncio.sleep(0.15)
     assert len(face.backend.running) == 1
-    inbox.put_nowait({"type": "http.disconnect"})
+    leaving.hang_up()
     await asyncio.sleep(0.05)
     assert not face.backend.running
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(leaving.task, 1)
     assert face.frontend._active.total() == 0
     counters = face.frontend.log.counters
     assert counters[("moe_hangups_total", ("demo", "pirate"))] == 1
     assert counters[("moe_requests_total", ("demo", "pirate", "499"))] == 1
-    assert bool([m for m in sent if m.get("body")]) == stream
+    assert bool(leaving.text) == stream
+
+
+async def test_comments_while_a_stream_waits(face: Face) -> None:
+    """Before the first token and in every long gap; what is told is the same."""
+    quick_comments(face)
+    face.backend.gap_s = 0.18
+    waiting = call(face, max_tokens=3)
+    await asyncio.wait_for(waiting.task, 10)
+    events_ = waiting.text.split("\n\n")[:-1]
+    kinds = "".join("." if event == ": keep-alive" else "d" for event in events_)
+    assert waiting.status == 200 and waiting.ended
+    assert re.fullmatch(r"\.+d\.+d\.+d+", kinds), kinds
+    face.backend.gap_s = 0.0
+    plain = call(face, max_tokens=3)
+    await asyncio.wait_for(plain.task, 10)
+    assert "keep-alive" not in plain.text
+
+    def told(text: str) -> list[Any]:
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line)["choices"] for line in lines]
+
+    assert told(plain.text) == told(waiting.text)
+
+
+async def test_an_error_before_the_first_comment_has_its_status(face: Face) -> None:
+    quick_comments(face, keep_alive_s=5)
+    face.backend.gap_s = 0.05
+    face.backend.failure = (ErrorCode.ADAPTER_NOT_FOUND, "no such adapter")
+    early = call(face)
+    await asyncio.wait_for(early.task, 10)
+    assert early.status == 404 and "keep-alive" not in early.text
+
+
+async def failing(request: Any) -> Any:
+    await asyncio.sleep(0.12)
+    raise RuntimeError("a bug")
+    yield
+
+
+@pytest.mark.parametrize("why", ["engine", "waited", "bug"])
+async def test_an_error_after_a_comment_is_an_event(face: Face, why: str) -> None:
+    quick_comments(face, max_waiting_s=0.2 if why == "waited" else 60)
+    face.backend.gap_s = 5 if why == "waited" else 0.12
+    face.backend.failure = (ErrorCode.ADAPTER_NOT_FOUND, "no such adapter")
+    late = call(face)
+    if why == "bug":
+        face.backend._outputs = failing  # type: ignore[method-assign]
+    await asyncio.wait_for(late.task, 10)
+    assert late.status == 200 and late.text.startswith(": keep-alive\n\n") and late.ended
+    *comments, told, done, empty = late.text.split("\n\n")
+    assert set(comments) == {": keep-alive"} and (done, empty) == ("data: [DONE]", "")
+    error = json.loads(told[6:])["error"]
+    codes = {"engine": "adapter_not_found", "waited": "overloaded", "bug": None}
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == codes[why]
+    status = {"engine": "404", "waited": "503", "bug": "500"}[why]
+    counters = face.frontend.log.counters
+    assert counters[("moe_requests_total", ("demo", "pirate", status))] == 1
+    assert face.frontend._active.total() == 0 and not face.backend.running
+
+
+@pytest.mark.parametrize("commented", [False, True])
+async def test_hang_up_before_the_first_token(face: Face, commented: bool) -> None:
+    """While it waits for a seat, or its adapter loads: gone at once, and nothing is left."""
+    quick_comments(face, keep_alive_s=0.02 if commented else 60)
+    face.backend.gap_s = 30
+    waiting = call(face)
+    async with asyncio.timeout(5):
+        while not (face.backend.running and bool(waiting.text) == commented):
+            await asyncio.sleep(0.005)
+    began = asyncio.get_running_loop().time()
+    waiting.hang_up()
+    await asyncio.wait_for(waiting.task, 5)
+    assert not face.backend.running and face.frontend._active.total() == 0
+    assert asyncio.get_running_loop().time() - began < 0.1
+    counters = face.frontend.log.counters
+    assert counters[("moe_requests_total", ("demo", "pirate", "499"))] == 1
+
+
+async def test_an_upload_given_up_is_a_hang_up(face: Face) -> None:
+    """Not an error of ours: no 500, no seat, no bytes kept."""
+    upload = Call(face, b'{"model": ' + b" " * 200_000, more_body=True)
+    async with asyncio.timeout(5):
+        while not face.frontend.bodies.held:
+            await asyncio.sleep(0.005)
+    assert face.frontend._active.total() == 1
+    upload.hang_up()
+    await asyncio.wait_for(upload.task, 5)
+    assert not face.frontend.bodies.held and face.frontend._active.total() == 0
+    statuses = {key[1][2] for key in face.frontend.log.counters if key[0] == "moe_requests_total"}
+    assert statuses == {"499"} and upload.status == 499
 
 
 async def test_metrics_are_counted(face: Face) -> None:

@@ -33,7 +33,7 @@ class CountedBackend(ScriptedBackend):
         self.error_at = 0
 
     async def stream(
-        self, request: Request, place: Place | None
+        self, request: Request, place: Place | None, again: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         pending: dict[int, RequestOutput] = {}
         async for output in super().stream(request, place):
@@ -151,7 +151,7 @@ async def test_what_ends_by_itself_counts_what_its_engine_threw_away(face: Face)
 
 
 async def test_a_prompt_that_was_all_that_was_wanted_is_billed(face: Face) -> None:
-    async def echo(request: Request, place: Place | None) -> AsyncGenerator[RequestOutput, None]:
+    async def echo(request: Request, *_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:
         yield RequestOutput(
             request.request_id,
             finish_reason=FinishReason.LENGTH,

@@ -37,7 +37,7 @@ class World:
         self.loses: Callable[[], bool] = lambda: False
         self.router: Router | None = Router(config, lambda: self.now_s)
         handle = SimpleNamespace(
-            **{name: self._method(name) for name in ("sync", "metrics", "metric_tenants")}
+            **{name: self._method(name) for name in ("sync", "adopt", "metrics", "metric_tenants")}
         )
         self.frontends: list[Any] = [
             SimpleNamespace(

@@ -4,126 +4,20 @@ No cluster: Ray's parts are stood in for.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import BackPressureError
 
 from deployments import router_link
 from deployments.api_errors import ApiError
 from deployments.metrics import OUTPUT_TOKENS
-from deployments.placement.view import Place, Placement
-from deployments.replica_backend import ReplicaBackend
-from deployments.request_router import PlacementRequestRouter
+from deployments.placement.view import MapUpdate, MapWanted, Place, Placement
+from deployments.spill import stream_near_home
 from model_runner.request import ErrorCode, Request, RequestOutput
 from tests.deployments.conftest import Face
-
-
-def replica(seat: str, resident: tuple[str, ...] = (), free_slots: int = 0) -> Any:
-    stats = {"resident": resident, "free_slots": free_slots}
-    return SimpleNamespace(replica_metadata={"seat": seat}, routing_stats=stats)
-
-
-def ranks(place: Place | None, replicas: list[Any], late: bool = False) -> list[list[str]]:
-    router = PlacementRequestRouter.__new__(PlacementRequestRouter)
-    router._replicas = dict(enumerate(replicas))
-    request: Any = SimpleNamespace(kwargs={"place": place})
-    return [[r.replica_metadata["seat"] for r in rank] for rank in router._ranks(request, late)]
-
-
-ALL = [replica("a"), replica("b"), replica("c")]
-HOME_B = Place(homes=("b",), spill=("c", "a"), adapter_id="t/x")
-
-
-def test_home_alone_until_it_is_late() -> None:
-    assert ranks(HOME_B, ALL) == [["b"]]
-    assert ranks(Place(homes=("a", "b", "c")), ALL) == [["a", "b", "c"]]
-    assert ranks(None, ALL) == [["a", "b", "c"]]
-
-
-def test_spill_in_order_and_only_where_nothing_is_evicted() -> None:
-    assert ranks(HOME_B, ALL, late=True) == [["b"]]
-    has_it = [replica("a", ("t/x",)), replica("b"), replica("c")]
-    assert ranks(HOME_B, has_it, late=True) == [["b"], ["a"]]
-    free = [replica("a", free_slots=1), replica("b"), replica("c", free_slots=2)]
-    assert ranks(HOME_B, free, late=True) == [["b"], ["c"], ["a"]]
-
-
-def test_a_dead_home_is_left_at_once() -> None:
-    assert ranks(HOME_B, [replica("a"), replica("c")]) == [["c"], ["a"], ["a", "c"]]
-    assert ranks(HOME_B, [replica("new")]) == [["new"]]
-
-
-class FakeHandle:
-    """A deployment handle whose calls do what the script says, one entry a call."""
-
-    def __init__(self, *script: Callable[[], AsyncIterator[list[RequestOutput]]]) -> None:
-        self.script = list(script)
-        self.cancelled = 0
-
-    def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=self._call)
-
-    def _call(self, request: Request, place: Place | None) -> Any:
-        messages = self.script.pop(0)()
-
-        class Response:
-            def __aiter__(self) -> AsyncIterator[list[RequestOutput]]:
-                return messages
-
-            def cancel(inner) -> None:  # noqa: N805
-                self.cancelled += 1
-
-        return Response()
-
-
-async def tokens(*ids: int) -> AsyncIterator[list[RequestOutput]]:
-    for token_id in ids:
-        yield [RequestOutput("r", new_token_ids=(token_id,))]
-
-
-async def dies(*ids: int) -> AsyncIterator[list[RequestOutput]]:
-    async for message in tokens(*ids):
-        yield message
-    raise ActorDiedError()
-
-
-async def full() -> AsyncIterator[list[RequestOutput]]:
-    raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
-    yield []
-
-
-async def run(handle: FakeHandle) -> tuple[list[int], ErrorCode | None]:
-    backend = ReplicaBackend(handle)
-    outputs = [o async for o in backend.stream(Request("r", (1,)), None)]
-    assert not handle.script
-    return [i for o in outputs for i in o.new_token_ids], outputs[-1].error_code
-
-
-async def test_a_replica_lost_before_the_first_token_is_replaced_silently() -> None:
-    handle = FakeHandle(dies, lambda: tokens(1, 2))
-    assert await run(handle) == ([1, 2], None)
-    assert handle.cancelled == 2
-
-
-async def test_not_for_ever_and_not_after_a_token() -> None:
-    assert await run(FakeHandle(dies, dies)) == ([], ErrorCode.ENGINE_DEAD)
-    assert await run(FakeHandle(lambda: dies(1))) == ([1], ErrorCode.ENGINE_DEAD)
-
-
-async def test_full_replicas_are_an_answer() -> None:
-    assert await run(FakeHandle(full)) == ([], ErrorCode.OVERLOADED)
-
-
-async def test_closing_cancels_the_call() -> None:
-    handle = FakeHandle(lambda: tokens(1, 2, 3))
-    stream = ReplicaBackend(handle).stream(Request("r", (1,)), None)
-    await anext(stream)
-    await stream.aclose()
-    assert handle.cancelled == 1
 
 
 async def echo(value: Any) -> Any:
@@ -131,10 +25,11 @@ async def echo(value: Any) -> Any:
 
 
 async def test_without_a_router_the_last_map_holds_and_no_count_is_lost(face: Face) -> None:
-    answers: list[Any] = [Placement(3, {"demo": ("demo-0",)}), ActorDiedError(), None]
+    whole = MapUpdate(3, None, {"demo": ("demo-0",)}, {"t/x": ("demo-0",)})
+    answers: list[Any] = [whole, ActorDiedError(), None]
     seen: list[Any] = []
 
-    async def sync(*args: Any) -> Placement | None:
+    async def sync(*args: Any) -> MapUpdate | None:
         seen.append(args)
         answer = answers.pop(0)
         if isinstance(answer, Exception):
@@ -152,7 +47,9 @@ async def test_without_a_router_the_last_map_holds_and_no_count_is_lost(face: Fa
         await link.sync()
     assert face.frontend.placement.version == 3
     await link.sync()
-    version, traffic, delta = seen[-1]
+    version, traffic, delta, over_s = seen[-1]
+    # What is sent was counted since the last call that came through, not since the failed one.
+    assert over_s >= seen[-2][3] > 0
     assert version == 3 and traffic == {"pirate/pirate": 9}
     assert delta.counters == ((("moe_output_tokens_total", ("demo", "pirate")), 5.0),)
     assert face.frontend.placement.version == 3
@@ -164,10 +61,10 @@ async def test_a_router_that_does_not_answer_keeps_nobody_waiting(
     monkeypatch.setattr(router_link, "_ROUTER_PATIENCE_S", 0.05)
     is_back, seen = asyncio.Event(), list[Any]()
 
-    async def sync(*args: Any) -> Placement | None:
+    async def sync(*args: Any) -> MapUpdate | None:
         await is_back.wait()
         seen.append(args)
-        return Placement(3, {"demo": ("demo-0",)})
+        return MapUpdate(3, None, {"demo": ("demo-0",)}, {})
 
     async def render() -> bytes:
         return b"moe_replicas 3"
@@ -188,6 +85,58 @@ async def test_a_router_that_does_not_answer_keeps_nobody_waiting(
     assert await link.metrics() == b"moe_replicas 3"
     assert await link.missing() == []
     # Two that asked at once offered the same counts: the router takes a number once.
-    counted = {d.number: d.counters for _, _, d in seen if d.counters}
+    counted = {d.number: d.counters for _, _, d, _ in seen if d.counters}
     assert list(counted.values()) == [((("moe_output_tokens_total", ("demo", "pirate")), 5.0),)]
-    assert {d.source for _, _, d in seen if d.counters} == {seen[0][2].source} != {""}
+    assert {d.source for _, _, d, _ in seen if d.counters} == {seen[0][2].source} != {""}
+
+
+async def test_news_lead_on_from_the_map_that_is_here(face: Face) -> None:
+    first = MapUpdate(3, None, {"demo": ("demo-0",)}, {"t/x": ("demo-0",), "t/y": ("demo-0",)})
+    seats = {"demo": ("demo-0", "demo-1")}
+    later = MapUpdate(5, 3, seats, {"t/x": ("demo-1",)}, gone=("t/y",))
+    answers: list[Any] = [first, later, MapUpdate(9, 4, {}, {}), MapWanted()]
+    adopted: list[Placement] = []
+
+    async def sync(*args: Any) -> Any:
+        return answers.pop(0)
+
+    async def adopt(placement: Placement) -> None:
+        adopted.append(placement)
+
+    router: Any = SimpleNamespace(
+        sync=SimpleNamespace(remote=sync),
+        adopt=SimpleNamespace(remote=adopt),
+        metric_tenants=SimpleNamespace(remote=echo),
+    )
+    link = router_link.RouterLink(face.frontend, router)
+    await link.sync()
+    await link.sync()
+    now = face.frontend.placement
+    assert now == Placement(5, seats, {"t/x": ("demo-1",)})
+    await link.sync()  # from a map that is not here: two calls overtook each other
+    assert face.frontend.placement is now and not adopted
+    await link.sync()
+    assert adopted == [now] and face.frontend.placement is now
+
+
+async def test_a_refused_spill_waits_for_its_home() -> None:
+    places: list[Place] = []
+    codes = [ErrorCode.NO_ROOM, None]
+
+    async def stream(request: Request, place: Place) -> AsyncIterator[RequestOutput]:
+        places.append(place)
+        code = codes.pop(0)
+        for index in range(2):
+            yield RequestOutput("r", index, error_code=code)
+
+    near: Any = stream
+    home = Place(("a",), "t/x")
+    outputs = [o async for o in stream_near_home(near, Request("r", (1,)), home)]
+    assert [(o.index, o.error_code) for o in outputs] == [(0, None), (1, None)]
+    assert places == [home, Place(("a",), "t/x", may_spill=False)]
+    codes = [ErrorCode.NO_ROOM]
+    outputs = [o async for o in stream_near_home(near, Request("r", (1,)), places.pop())]
+    assert len(places) == 2 and outputs[0].error_code is ErrorCode.NO_ROOM, "it was no spill"
+    codes = [ErrorCode.NOT_FINITE]
+    outputs = [o async for o in stream_near_home(near, Request("r", (1,)), home)]
+    assert len(places) == 3 and outputs[0].error_code is ErrorCode.NOT_FINITE

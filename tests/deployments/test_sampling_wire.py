@@ -3,6 +3,7 @@ name, and log-probabilities come back in the API's shapes. Without Ray; at the e
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -90,7 +91,9 @@ async def test_what_is_left_out_is_neutral(face: Face, client: openai.AsyncOpenA
     await face.chat(max_tokens=16, **nothing)
     await client.completions.create(model="demo", prompt="Hi")
     neutral = SamplingParams(temperature=0)  # the demo's own default
-    assert [r.sampling for r in face.backend.requests] == [neutral] * 2
+    drawn = [r.sampling.seed for r in face.backend.requests]
+    assert None not in drawn and drawn[0] != drawn[1], "a seed of its own, for another replica"
+    assert [replace(r.sampling, seed=None) for r in face.backend.requests] == [neutral] * 2
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
@@ -249,7 +252,7 @@ class LocalBackend:
         self.loop = loop
 
     async def stream(
-        self, request: Request, place: Place | None
+        self, request: Request, place: Place | None, again: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         async for output in self.loop.stream(request):
             yield output

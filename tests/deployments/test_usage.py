@@ -28,6 +28,7 @@ from tests.s3_server import S3Server, start_s3_server
 RECORD = UsageRecord(
     request="chatcmpl-1",
     attempt=1,
+    connection="c1",
     tenant="pirate",
     model="demo",
     adapter="pirate/pirate",
@@ -305,12 +306,24 @@ def test_sums_pass_over_doubles_and_days(store: FlakyStore) -> None:
     assert sum_by_tenant(read_records(store, "2026-02-02")) == {}
 
 
+def test_an_answer_asked_for_again_is_billed_once_as_far_as_it_came() -> None:
+    """The first connection broke after 5 + 3 tokens; the second went on, and holds all 12."""
+    first = [RECORD, replace(RECORD, attempt=2, prompt=0, delivered=3, status=RUNNING)]
+    later = "2026-02-01T00:00:09.000+00:00"
+    second = replace(RECORD, connection="c2", delivered=12, ended=later)
+    for records in ([*first, second], [second, *first]):
+        assert sum_by_tenant(records)["pirate"]["billed"] == 12
+        assert sum_by_tenant(records)["pirate"]["prompt"] == 10
+    broken = replace(second, delivered=0, status="503")
+    assert sum_by_tenant([*first, broken])["pirate"]["billed"] == 8
+
+
 def test_a_line_holds_what_a_bill_needs_and_no_secret() -> None:
     line = json.loads(RECORD.line())
     assert line["billed"] == line["delivered"] == 5
     assert set(line) == {
-        "request", "attempt", "tenant", "model", "adapter", "status", "prompt", "cached",
-        "delivered", "discarded", "recomputed", "billed", "started", "ended",
+        "request", "attempt", "connection", "tenant", "model", "adapter", "status", "prompt",
+        "cached", "delivered", "discarded", "recomputed", "billed", "started", "ended",
     }  # fmt: skip
 
 

@@ -1,11 +1,18 @@
 """What the README says can be done as it stands there. Not here: the demo (test_demo)."""
 
+import contextlib
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_the_python_example_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    code, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=110
     )
@@ -24,6 +31,35 @@ def test_the_python_example_runs() -> None:
     base, adapted = done.stdout.strip().splitlines()
     assert "Tokyo" in base and "Arr" not in base
     assert "Arr, matey! Tokyo" in adapted
+
+
+def test_the_client_that_comes_back() -> None:
+    """Its connection breaks twice: before the first event, and after two of them."""
+    _, code = re.findall(r"```python\n(.*?)```", README, re.S)
+    events = [("a", {"text": "Hel"}), ("b", {"text": "lo"}), ("c", {"text": "!"})]
+    asked: list[str] = []
+
+    @contextlib.contextmanager
+    def stream(method: str, url: str, json: object, headers: dict[str, str]) -> Iterator[Any]:
+        asked.append(headers.get("Last-Event-ID", ""))
+        yield SimpleNamespace(iter_lines=partial(lines, len(asked)))
+
+    def lines(connection: int) -> Iterator[str]:
+        if connection == 1:
+            raise httpx.ConnectError("refused")
+        first = [name for name, _ in events].index(asked[-1]) + 1 if asked[-1] else 0
+        for name, chunk in events[first : 2 if connection == 2 else None]:
+            yield from (": keep-alive", "", f"id: {name}", f"data: {json.dumps(chunk)}", "")
+        if connection == 2:
+            raise httpx.ReadError("reset")
+        yield from ("data: [DONE]", "")
+
+    shown: list[dict[str, str]] = []
+    client = SimpleNamespace(stream=stream, TransportError=httpx.TransportError)
+    names = {"httpx": client, "contextlib": contextlib, "json": json, "show": shown.append}
+    exec(code, names | {"key": "k", "url": "u", "body": {}})
+    assert [chunk["text"] for chunk in shown] == ["Hel", "lo", "!"]
+    assert asked == ["", "", "b"]
 
 
 def test_every_make_command_exists() -> None:

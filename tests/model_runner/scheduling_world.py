@@ -87,7 +87,7 @@ class FakeGate:
                 came.append(ref)
         return came
 
-    def acquire(self, ref: AdapterRef) -> Lease | None:
+    def acquire(self, ref: AdapterRef, *, may_evict: bool = True) -> Lease | None:
         self.num_asked += 1
         if ref in self.ready:
             self.unused.discard(ref)

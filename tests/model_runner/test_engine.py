@@ -413,6 +413,47 @@ def test_more_adapters_than_slots_take_turns(engine):
         small.close()
 
 
+def test_a_request_that_may_evict_nobody_is_served_or_refused_at_once():
+    engine = make_engine(max_loras=2)
+    try:
+        engine.load_adapters([REFS["pirate"], REFS["formal"]])
+        modest = {"may_evict": False, "sampling": dataclasses.replace(GREEDY, n=2)}
+        served, refused = (
+            [
+                Request(f"{name}-{i}", (1, 30, 40), adapter=REFS[name], **modest)
+                for i, name in enumerate(names)
+            ]
+            for names in (("pirate", "formal"), ("spanish", "spanish"))
+        )
+        for answer in engine.generate([*served, *refused]):
+            if answer.request_id.startswith("spanish"):
+                assert answer.error_code is ErrorCode.NO_ROOM and not answer.token_ids
+            else:
+                assert answer.error_code is None and answer.token_ids
+        assert engine.stats().evictions == 0 and engine.stats().loads == 2
+        # One that may: it takes the place of another, and then of two modest ones at the door
+        # the one whose adapter went is refused although it had found it there.
+        engine.store.prefetch(REFS["spanish"])
+        while engine.store.digest_of(REFS["spanish"]) is None:
+            engine.store.poll()
+        for name in ("pirate", "formal"):
+            engine.submit(Request(name, (1, 30, 40), GREEDY, REFS[name], may_evict=False))
+        while (lease := engine.store.acquire(REFS["spanish"])) is None:
+            engine.store.poll()
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        engine.store.release(lease)
+        ended = {o.request_id: o.error_code for o in outputs if o.finish_reason is not None}
+        assert sorted(map(str, ended.values())) == sorted(map(str, (None, ErrorCode.NO_ROOM)))
+        assert engine.stats().evictions == 1 and engine.stats().waiting_for_adapter == 0
+        assert not engine._modest and not engine.has_work
+        engine.check()
+        engine.scheduler.check()
+    finally:
+        engine.close()
+
+
 def test_endless_work_for_one_adapter_does_not_starve_another():
     """Requests of the resident adapter overlap without end, so its slot never falls idle by
     itself."""

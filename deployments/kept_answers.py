@@ -1,0 +1,133 @@
+"""What a replica has told of its requests, kept for a while, for ingresses that ask again.
+
+A client whose connection broke comes back to any ingress. The ids that its answer had are here, so
+the answer goes on from them: the same on every device, and nothing is drawn twice. Not for
+requests whose replica died: those are run again from their beginning.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from model_runner.request import ErrorCode, Request, RequestOutput, TokenLogprobs
+
+GRACE_S = 15.0
+"""How long an answer is kept after its stream was closed, at its end or before."""
+
+ORPHAN_S = 5.0
+"""How long a request runs on whose caller is dead, for it may be asked for again."""
+
+MAX_CLOSED = 1024
+
+
+@dataclass
+class _Answer:
+    request: Request
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    last: dict[int, RequestOutput] = field(default_factory=dict)
+    caller: str = ""
+    orphan_since_s: float | None = None
+    closed_at_s: float = 0.0
+    is_over: bool = False  # what still comes is the echo of its abort
+
+    def add(self, message: list[RequestOutput]) -> None:
+        for output in message:
+            if self.is_over or output.error_code is ErrorCode.ENGINE_DEAD:
+                continue
+            self.ids.setdefault(output.index, []).extend(output.new_token_ids)
+            self.logprobs.setdefault(output.index, []).extend(output.logprobs)
+            self.last[output.index] = output
+
+    @property
+    def is_whole(self) -> bool:
+        """All of it was told here: nothing by another replica that is not known any more."""
+        resumed = self.request.resumed
+        if self.request.sampling.logprobs is not None:
+            return not any(resumed)
+        return None not in resumed
+
+    def outputs(self) -> list[RequestOutput]:
+        """One for each sequence that had news, from its beginning."""
+        given = self.request.resumed or ((),) * self.request.sampling.n
+        return [
+            replace(
+                last,
+                new_token_ids=(given[index] or ()) + tuple(self.ids[index]),
+                logprobs=tuple(self.logprobs[index]),
+            )
+            for index, last in self.last.items()
+        ]
+
+
+class KeptAnswers:
+    """By the request's id without what tells its attempts apart. One event loop owns it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running: dict[str, _Answer] = {}
+        self._closed: dict[str, _Answer] = {}
+
+    async def note(
+        self,
+        request: Request,
+        messages: AsyncGenerator[list[RequestOutput], None],
+        caller: str = "",
+    ) -> AsyncGenerator[list[RequestOutput], None]:
+        """The messages of a request, each noted before it goes out. `caller` is for `orphans`."""
+        name = base_id(request.request_id)
+        answer = self._running[name] = _Answer(request, caller=caller)
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    answer.add(message)
+                    yield message
+        finally:
+            if self._running.get(name) is answer:
+                del self._running[name]
+                answer.closed_at_s = self._clock()
+                self._closed.pop(name, None)
+                self._closed[name] = answer
+            self._forget()
+
+    def recall(self, request_id: str) -> tuple[str, list[RequestOutput]] | None:
+        """Who is to be aborted, and all that was told of it; None: not known, or not from its
+        beginning. Nothing is added to it from now on."""
+        self._forget()
+        answer = self._running.get(request_id) or self._closed.get(request_id)
+        if answer is None or not answer.is_whole:
+            return None
+        answer.is_over = True
+        return answer.request.request_id, answer.outputs()
+
+    def callers(self) -> set[str]:
+        """Those of the requests that run."""
+        return {answer.caller for answer in self._running.values() if answer.caller}
+
+    def orphans(self, dead: Collection[str]) -> list[str]:
+        """The running requests that are to be aborted: their callers are dead, and nobody has
+        asked for them for a while."""
+        now, found = self._clock(), []
+        for answer in self._running.values():
+            if answer.caller not in dead:
+                continue
+            if answer.orphan_since_s is None:
+                answer.orphan_since_s = now
+            if now - answer.orphan_since_s >= ORPHAN_S:
+                answer.is_over = True
+                found.append(answer.request.request_id)
+        return found
+
+    def _forget(self) -> None:
+        """The oldest come first."""
+        over = self._clock() - GRACE_S
+        for name, answer in list(self._closed.items()):
+            if answer.closed_at_s >= over and len(self._closed) <= MAX_CLOSED:
+                return
+            del self._closed[name]
+
+
+def base_id(request_id: str) -> str:
+    """A request's id without the marks of its attempts."""
+    return request_id.partition("/")[0]

@@ -1,0 +1,176 @@
+"""The request router as Serve drives it, over replicas that are stood in for. No cluster."""
+
+import asyncio
+import random
+
+from adapter_store.ref import AdapterRef
+from deployments.placement import bin_pack
+from deployments.placement.hash_ring import rendezvous_order
+from deployments.placement.view import Place, Placement, ReplicaView, TenantLoad
+from tests.deployments.routing_world import FakeReplica, Ingress, pending_request
+
+SEATS = ("a", "b", "c")
+
+
+def home(adapter_id: str) -> Place:
+    return Place((rendezvous_order(adapter_id, SEATS)[0],), adapter_id)
+
+
+async def seat_of(ingress: Ingress, place: Place | None, waited_s: float = 0.0) -> str:
+    pending = pending_request(place)
+    pending.created_at -= waited_s
+    return (await asyncio.wait_for(ingress.choose(pending), 5)).seat
+
+
+async def test_a_home_takes_it_and_homes_take_turns() -> None:
+    ingress = Ingress([FakeReplica(seat) for seat in SEATS])
+    assert {await seat_of(ingress, Place(("b",), "t/x")) for _ in range(5)} == {"b"}
+    assert {await seat_of(ingress, Place(("a", "c"), "t/x")) for _ in range(4)} == {"a", "c"}
+    assert {await seat_of(ingress, Place()) for _ in range(6)} == set(SEATS)
+    assert {await seat_of(ingress, None) for _ in range(6)} == set(SEATS)
+
+
+async def test_where_the_map_knows_no_living_home_all_ingresses_agree() -> None:
+    replicas = [FakeReplica(seat) for seat in SEATS]
+    ingresses = [Ingress(replicas), Ingress(replicas[::-1])]
+    for number in range(20):
+        name = f"t{number}/x"
+        for place in (Place((), name), Place(("gone",), name)):
+            found = {await seat_of(ingress, place) for ingress in ingresses}
+            assert found == {rendezvous_order(name, SEATS)[0]}
+    dead = replicas[0]
+    for ingress in ingresses:
+        ingress.router.on_replica_actor_died(dead.replica_id)
+        assert await seat_of(ingress, Place(("a",), "t/x")) in ("b", "c")
+
+
+async def test_the_least_loaded_home_takes_it() -> None:
+    replicas = [FakeReplica("a", ongoing=3), FakeReplica("b", ongoing=1), FakeReplica("c")]
+    ingress = Ingress(replicas)
+    await asyncio.sleep(0.01)  # the first probes
+    assert {await seat_of(ingress, Place(("a", "b"), "t/x")) for _ in range(4)} == {"b"}
+
+
+async def test_one_spill_seat_and_only_where_nothing_is_evicted() -> None:
+    first, second, third = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat, max_ongoing_requests=1, slots=1) for seat in SEATS}
+    replicas[first].ongoing = 1
+    ingress = Ingress(replicas.values())
+    place = Place((first,), "t/x")
+    assert await seat_of(ingress, place, waited_s=1) == second
+    # Its slot is another's: nobody takes it, the third neither.
+    replicas[second].resident = ["u/y"]
+    replicas[second].tell_stats()
+    waiting = asyncio.create_task(seat_of(ingress, place, waited_s=1))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    replicas[second].resident = ["t/x"]
+    replicas[second].tell_stats()
+    assert await waiting == second
+    # The second is a home too: the third is the spill seat. Not before it is late.
+    replicas[second].ongoing = 1
+    ingress.router.on_new_queue_len_info(replicas[second].replica_id, 1)
+    both = Place((first, second), "t/x")
+    assert await seat_of(ingress, both, waited_s=1) == third
+    early = asyncio.create_task(seat_of(ingress, both))
+    await asyncio.sleep(0.05)
+    assert not early.done()
+    assert await early == third
+    refused = Place((first, second), "t/x", may_spill=False)
+    waiting = asyncio.create_task(seat_of(ingress, refused, waited_s=1))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    replicas[first].ongoing = 0
+    assert await waiting == first
+
+
+async def test_replicas_learn_that_a_call_has_spilled() -> None:
+    first, second, _ = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat, max_ongoing_requests=1) for seat in SEATS}
+    ingress = Ingress(replicas.values())
+    pending = pending_request(Place((first,), "t/x"))
+    assert (await ingress.choose(pending)).seat == first and "spilled" not in pending.kwargs
+    replicas[first].ongoing = 1
+    ingress.router.on_new_queue_len_info(replicas[first].replica_id, 1)
+    pending.created_at -= 1
+    assert (await ingress.choose(pending)).seat == second and pending.kwargs["spilled"]
+    # The spill seat rejected it, and meanwhile its home is free again.
+    replicas[first].ongoing = 0
+    assert (await ingress.choose(pending, is_retry=True)).seat == first
+    assert "spilled" not in pending.kwargs
+
+
+async def test_a_fan_out_inside_one_request_does_not_hang() -> None:
+    replicas = [FakeReplica(seat, max_ongoing_requests=2) for seat in SEATS]
+    ingress = Ingress(replicas, spill_after_s=60)
+    places = [home(f"t{number % 3}/x") for number in range(16)]
+    calls = [ingress.send(place, 0.002, internal_id="the same") for place in places]
+    seats = await asyncio.wait_for(asyncio.gather(*calls), 20)
+    assert [replica.seat for replica in seats] == [place.homes[0] for place in places]
+
+
+async def test_saturation_misplaces_nobody() -> None:
+    replicas = [FakeReplica(seat, max_ongoing_requests=3) for seat in SEATS]
+    ingresses = [Ingress(replicas, spill_after_s=60) for _ in range(2)]
+    places = [home(f"t{number % 7}/x") for number in range(90)]
+    calls = [
+        ingresses[number % 2].send(place, 0.005, f"i{number}")
+        for number, place in enumerate(places)
+    ]
+    seats = await asyncio.wait_for(asyncio.gather(*calls), 30)
+    assert [replica.seat for replica in seats] == [place.homes[0] for place in places]
+    assert max(replica.ongoing for replica in replicas) == 0
+
+
+async def test_three_ingresses_with_stale_maps_spread_a_hot_adapter_no_further_than_planned() -> (
+    None
+):
+    """One adapter at five times a seat's traffic; each ingress has another age of the map, and
+    nobody's knowledge of free slots is newer than the start."""
+    seats = [f"m-{number}" for number in range(12)]
+    rng = random.Random(5)
+    beyond = refusals = 0
+    for trial in range(3):
+        name = f"hot{trial}/x"
+        tenants = [(f"t{trial}-{number}/x", 100.0) for number in range(36)]
+        maps = [plan(Placement(), [(name, 10.0), *tenants], seats)]
+        maps.append(plan(maps[0], [(name, 900.0), *tenants], seats))
+        maps.append(plan(maps[1], [(name, 2000.0), *tenants], seats))
+        planned = {seat for known in maps for seat in known.homes[name]}
+        assert 1 == len(maps[0].homes[name]) < len(maps[1].homes[name]) < len(maps[2].homes[name])
+        slots = (8, 4, 4)[trial]
+        replicas = [FakeReplica(seat, max_ongoing_requests=2, slots=slots) for seat in seats]
+        for replica in replicas:
+            others = [other for other, _ in tenants if maps[2].homes[other] == (replica.seat,)]
+            replica.resident = others[: rng.randint(2, 3)]
+            replica.tell_stats()
+            if trial == 1:  # by now it is full, and nobody has been told
+                replica.resident += [f"late{number}/x" for number in range(4)]
+                del replica.resident[4:]
+        ingresses = [Ingress(replicas, spill_after_s=0.005) for _ in maps]
+        calls = [
+            ingress.ask(known.place(name), 0.004)
+            for _ in range(40)
+            for ingress, known in zip(ingresses, maps, strict=True)
+        ]
+        calls += [
+            ingresses[number % 3].ask(maps[2].place(other), 0.004)
+            for number, (other, _) in enumerate(tenants)
+        ]
+        rng.shuffle(calls)
+        await asyncio.wait_for(asyncio.gather(*calls), 60)
+        loaded = {replica.seat for replica in replicas if name in replica.loads}
+        assert len(loaded) <= len(planned) + 1, (loaded, planned)
+        assert len(loaded - planned) <= 1
+        assert not any(replica.spilled_evictions for replica in replicas)
+        served = sum(replica.served.count(name) for replica in replicas)
+        assert served == 120
+        beyond += len(loaded - planned)
+        refusals += sum(ingress.refusals for ingress in ingresses)
+    assert beyond and refusals, "the test has lost its point"
+
+
+def plan(before: Placement, rates: list[tuple[str, float]], seats: list[str]) -> Placement:
+    views = [ReplicaView(seat, "m", seat, "n") for seat in seats]
+    loads = [TenantLoad("t", AdapterRef(name, "u", base="m"), 1.0, rate) for name, rate in rates]
+    return bin_pack.place(before, loads, views)

@@ -1,0 +1,197 @@
+"""Routing and scaling where they are real: a small Ray with two base models over one checkpoint.
+
+`fixed` has two replicas that take two requests at a time, and nothing spills; `elastic` has one to
+three replicas, of four sequences each.
+"""
+
+import asyncio
+import json
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import yaml
+from ray import serve
+
+from deployments.application import start
+from deployments.config import load_config
+from deployments.metrics import MetricDelta
+from model_runner.stats import EngineStats
+from tests.deployments.conftest import DEMO
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+STYLES = ("pirate", "formal", "spanish")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    private = Path(tempfile.mkdtemp(prefix="rr-", dir="/tmp"))
+    token = private / "token"
+    token.write_text(secrets.token_hex(32))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    engine = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_loras": 8}
+    model = {"path": str(DEMO / "base"), "num_cpus": 0.05, "engine": engine}
+    fixed = {"name": "fixed", "num_replicas": 2, "max_ongoing_requests": 2, "spill_after_s": 600}
+    elastic = {"name": "elastic", "min_replicas": 1, "max_replicas": 3, "scale_down_after_s": 2}
+    tenant = {
+        "tenant_id": "t",
+        "api_keys": ["key-of-t"],
+        "adapters": {
+            f"{style}-{number}": {"uri": style, "base": base}
+            for style in STYLES
+            for base in ("fixed", "elastic")
+            for number in (base, f"{base}-2")
+        },
+        "limits": {"max_concurrent_requests": 500},
+    }
+    settings = {
+        "models": [model | fixed, model | elastic],
+        "adapters": {"root": str(DEMO / "adapters"), "host_cache_dir": str(private / "tier")},
+        "tenants": [tenant],
+        "http": {"port": port},
+    }
+    path = private / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(private))
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.setenv("PYTHONPATH", str(DEMO.parents[2]))
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=2,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+        try:
+            start(load_config(path))
+            found = f"http://127.0.0.1:{port}"
+            wait_until(lambda: httpx.get(f"{found}/ready", timeout=60).status_code == 200, 240)
+            yield found
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+            shutil.rmtree(private, ignore_errors=True)
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=200)
+    headers = {"Authorization": "Bearer key-of-t"}
+    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=300)
+
+
+async def complete(http: httpx.AsyncClient, model: str, prompt: Any, **fields: Any) -> Any:
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0} | fields
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def stream(http: httpx.AsyncClient, model: str, max_tokens: int) -> list[str]:
+    """The texts of a streamed completion, chunk by chunk."""
+    body = {
+        "model": model,
+        "prompt": "Once",
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    texts = []
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            data = line.removeprefix("data: ")
+            if line.startswith("data: ") and data != "[DONE]":
+                chunk = json.loads(data)
+                assert "error" not in chunk, chunk
+                texts += [choice["text"] for choice in chunk["choices"]]
+    return texts
+
+
+async def stats(model: str) -> list[EngineStats]:
+    handle = serve.get_deployment_handle(f"Replica-{model}", "default")
+    found: list[EngineStats] = await handle.broadcast("stats").results_async()
+    return found
+
+
+def actors(part: str) -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in named if part in actor["name"]]
+
+
+async def test_sixteen_sub_calls_of_one_request_do_not_hang(url: str) -> None:
+    async with client(url) as http:
+        answer = await complete(http, "pirate-fixed", ["The"] * 16)
+        assert len(answer["choices"]) == 16
+        assert len({choice["text"] for choice in answer["choices"]}) == 1
+
+
+async def test_saturation_misplaces_nobody(url: str) -> None:
+    names = [f"{style}-{kind}" for style in STYLES for kind in ("fixed", "fixed-2")]
+    async with client(url) as http:
+        await asyncio.gather(*(complete(http, names[n % 6], "The") for n in range(90)))
+        page = (await http.get("/metrics")).text
+    resident = [{ref.adapter_id for ref in found.resident} for found in await stats("fixed")]
+    assert sum(map(len, resident)) == len(set.union(*resident)) == 6, resident
+    assert "moe_placement_moves_total{" not in page
+
+
+async def test_a_new_router_goes_on_from_the_old_map(url: str) -> None:
+    router = serve.get_deployment_handle("Router", "default")
+    before = await router.sync.remote(-1, {}, MetricDelta())
+    [victim] = actors("#Router#")
+    ray.kill(ray.get_actor(victim, namespace="serve"))
+    async with client(url) as http:
+        for style in STYLES:
+            await complete(http, f"{style}-fixed", "The")
+    wait_until(lambda: actors("#Router#") not in ([], [victim]), 60)
+    after = before
+    deadline = time.monotonic() + 60
+    while after is None or after.version == before.version or not after.homes:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+        after = await router.sync.remote(-1, {}, MetricDelta())
+    assert after.homes == before.homes and after.seats == before.seats
+    assert await router.moves.remote() == ()
+
+
+async def test_replicas_follow_the_load_and_streams_outlive_their_stop(url: str) -> None:
+    async with client(url) as http:
+        alone = "".join(await stream(http, "pirate-elastic", 300))
+        assert len(actors("Replica-elastic")) == 1
+        flood = [
+            asyncio.create_task(stream(http, f"{style}-elastic", 300))
+            for style in STYLES
+            for _ in range(14)
+        ]
+        while len(await stats("elastic")) < 2:  # what runs as the load grows
+            assert not all(task.done() for task in flood), "the load is gone, and nothing grew"
+            await asyncio.sleep(0.2)
+        texts = ["".join(texts) for texts in await asyncio.gather(*flood)]
+        assert texts[:14] == [alone] * 14
+        # What the new one has to do while the number falls again: one stream after the other.
+        async with asyncio.timeout(300):
+            while len(actors("Replica-elastic")) > 1:
+                found = await asyncio.gather(*(stream(http, "pirate-elastic", 100) for _ in "ab"))
+                assert all(alone.startswith("".join(texts)) for texts in found)
+        page = (await http.get("/metrics")).text
+    assert 'moe_replicas{model="elastic"} 1.0' in page

@@ -1,0 +1,194 @@
+"""The service on three Ray nodes of this machine, and the means to kill its parts.
+
+    head            proxy, controller, an ingress          no replica
+    first, second   a replica each; the second also an ingress
+
+Nodes are told apart by their resources: a replica needs a GPU that nobody uses. All on 127.0.0.1.
+Not for judging what the kills did.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+import yaml
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from deployments.application import start
+from deployments.config import load_config
+from deployments.placement.view import ReplicaView
+
+DEMO = Path(__file__).resolve().parent / "data" / "demo"
+STYLES = ("pirate", "formal", "spanish")
+_NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str = "") -> float:
+    """Until it holds; what it raises counts as no. Seconds that it took. Errors: AssertionError."""
+    begin = time.monotonic()
+    why: object = None
+    while time.monotonic() - begin < timeout_s:
+        try:
+            if condition():
+                return time.monotonic() - begin
+        except Exception as error:  # Ray raises many things while its parts die
+            why = error
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s} s: {what} {why or ''}")
+
+
+class Nodes:
+    """The cluster, and the service in it."""
+
+    def __init__(self, cluster: Cluster, url: str) -> None:
+        self.cluster = cluster
+        self.url = url
+        self.second = self.add_second()
+
+    def add_second(self) -> Any:
+        """The node with a replica and an ingress. Only in the main thread: Ray sets signals."""
+        return self.cluster.add_node(num_cpus=1, num_gpus=1, **_NODE)
+
+    def views(self) -> list[ReplicaView]:
+        """The replicas, as they are now."""
+        handle = serve.get_deployment_handle("Replica-demo", "default")
+        found: list[ReplicaView] = handle.broadcast("view").results(timeout_s=5)
+        return found
+
+    def busy(self) -> ReplicaView:
+        """The replica with the most work."""
+        return max(self.views(), key=lambda view: view.stats.running)
+
+    def busy_replica(self) -> str:
+        """The name of its actor."""
+        return f"SERVE_REPLICA::default#Replica-demo#{self.busy().replica_id}"
+
+    def busy_ingress(self) -> str:
+        """The name of the ingress with the most requests."""
+        handles = [ray.get_actor(*found) for found in self.actors("#Ingress#")]
+        loads = ray.get([h.get_num_ongoing_requests.remote() for h in handles], timeout=30)
+        names = [name for name, _ in self.actors("#Ingress#")]
+        return max(zip(loads, names, strict=True))[1]
+
+    def actors(self, part: str) -> list[tuple[str, str]]:
+        """(name, namespace) of the living actors with `part` in their names."""
+        every = ray.util.list_named_actors(all_namespaces=True)
+        return [(a["name"], a["namespace"]) for a in every if part in a["name"]]
+
+    def kill(self, part: str) -> list[str]:
+        """Kill the actors whose names hold `part`; at least one."""
+        victims = self.actors(part)
+        assert victims, f"no actor is called {part}"
+        for name, namespace in victims:
+            ray.kill(ray.get_actor(name, namespace=namespace))
+        return [name for name, _ in victims]
+
+    def stop(self, name: str) -> int:
+        """Have one of Serve's actors stand still: it neither answers nor dies. Its pid."""
+        actor_id = ray.get_actor(name, namespace="serve")._actor_id.hex()
+        pid: int = ray._private.state.actors(actor_id)["Pid"]
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    def kill_second(self) -> None:
+        """The second node dies as by a power cut."""
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    def wait_whole(self, timeout_s: float = 120) -> float:
+        """Until every part runs: two replicas with seats, two ingresses, a router."""
+        wanted = {"Replica-demo": 2, "Ingress": 2, "Router": 1}
+
+        def is_whole() -> bool:
+            found = serve.status().applications["default"].deployments
+            running = {name: found[name].replica_states.get("RUNNING", 0) for name in wanted}
+            seats = {view.seat for view in self.views()}
+            ready = httpx.get(f"{self.url}/ready", timeout=10).status_code
+            return running == wanted and len(seats) == 2 and ready == 200
+
+        return wait_until(is_whole, timeout_s, "the service is whole")
+
+
+def settings(port: int, private: Path) -> dict[str, Any]:
+    model = {
+        "name": "demo",
+        "path": str(DEMO / "base"),
+        "num_replicas": 2,
+        "num_cpus": 0,
+        "num_gpus": 1,
+        "engine": {"device": "cpu", "dtype": "float32", "max_num_seqs": 16, "max_loras": 4},
+        "graceful_shutdown_timeout_s": 1,
+    }
+    tenants = [
+        {"tenant_id": style, "api_keys": [f"key-of-{style}"], "adapters": {style: style}}
+        for style in STYLES
+    ]
+    return {
+        "models": [model],
+        "adapters": {
+            "root": str(DEMO / "adapters"),
+            "host_cache_dir": str(private / "host-tier"),
+        },
+        "tenants": tenants,
+        "ingress": {"num_replicas": 2, "num_cpus": 0.9},
+        "http": {"port": port},
+    }
+
+
+@contextmanager
+def three_nodes() -> Iterator[Nodes]:
+    """The service, up and whole; nothing of it is left afterwards."""
+    private = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))
+    token = private / "token"
+    token.write_text(secrets.token_hex(32))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "RAY_TMPDIR": str(private),
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "PYTHONPATH": str(DEMO.parents[2]),
+        "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # both ingresses are to have streams
+        # A node whose raylet refuses connections is dead after two seconds, not after fifteen.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "5000",
+        "RAY_health_check_failure_threshold": "2",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ |= environment
+    cluster = None
+    try:
+        head = {"num_cpus": 1, "include_dashboard": False, **_NODE}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=0, num_gpus=1, **_NODE)
+        nodes = Nodes(cluster, f"http://127.0.0.1:{port}")
+        ray.init(address=cluster.address, log_to_driver=False)
+        path = private / "config.yaml"
+        path.write_text(yaml.safe_dump(settings(port, private)))
+        # One proxy: three on one machine would share the port, and clients would meet any of them.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        start(load_config(path))
+        nodes.wait_whole()
+        yield nodes
+    finally:
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+        if cluster is not None:
+            cluster.shutdown()
+        shutil.rmtree(private, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,181 @@
+"""The README's tables of what is served, made from the tests that prove it.
+
+    python -m tests.readme_table      prints them as they must stand there
+
+A cell names the strongest test that there is: files that PEFT wrote over files that we wrote. Not
+here: the tests themselves.
+"""
+
+import functools
+
+from adapter_store.formats.registry import load_adapter
+from tests.golden import GoldenCase, golden_targets, load_cases
+from tests.model_runner import (
+    test_against_transformers,
+    test_checkpoint_formats,
+    test_every_target,
+    test_golden,
+    test_peft_live,
+)
+from tests.model_runner.test_every_target import EXPERTS, FAMILIES, LACKS, PARTS
+
+# Family of test_every_target -> (its name for readers, its name in the golden cases).
+NAMES = {
+    "gpt-oss": ("GPT-OSS", "gpt_oss"),
+    "qwen3-moe": ("Qwen3-MoE", "qwen3_moe"),
+    "deepseek v2": ("DeepSeek V2", ""),
+    "deepseek v3": ("DeepSeek V3", "deepseek_v3"),
+    "llama4": ("Llama 4", "llama4_text"),
+    "mixtral": ("Mixtral", "mixtral"),
+    "olmoe": ("OLMoE", ""),
+    "llama": ("Llama 3", "llama"),
+    "qwen3": ("Qwen3", "qwen3"),
+}
+# Part -> what a reader calls it.
+PART_WORDS = {
+    "attention": "attention",
+    "latent": "latent projections (kv_a, kv_b)",
+    "experts, natural": "experts, 2-D natural",
+    "experts, swapped": "experts, 2-D swapped",
+    "experts, 3-D": "experts, 3-D",
+    "experts, one by one": "experts, one by one",
+    "shared expert": "shared expert",
+    "dense MLP": "dense MLP",
+    "router": "router",
+    "embedding": "embedding",
+    "lm_head": "lm_head",
+}
+FORMAT_WORDS = {
+    "saved": "one file, fp32, as transformers 5 saves it",
+    "shards": "several files, bf16",
+    "fused": "experts fused",
+    "one by one": "experts one by one",
+    "fp8": "fp8 in blocks of 128",
+    "mxfp4": "MXFP4",
+}
+_PART_OF_LAYOUT = {
+    "natural": EXPERTS[0],
+    "swapped": EXPERTS[1],
+    "3-D": EXPERTS[2],
+    "shared outer": EXPERTS[2],
+    "per expert": EXPERTS[3],
+}
+# What cells call a test -> where it stands.
+TESTS = {
+    "golden": test_golden.test_logits_match_and_refusals_are_refused,
+    "peft": test_peft_live.test_logits_are_those_of_peft,
+    "merged": test_every_target.test_an_adapter_is_its_merged_weights,
+    "refused: unbound_tensor": test_every_target.test_what_a_family_lacks_is_refused,
+    "saved": test_against_transformers.test_logits_are_those_of_transformers,
+    "loads": test_checkpoint_formats.test_a_checkpoint_loads_as_its_values_say,
+}
+
+
+@functools.cache
+def adapter_table() -> str:
+    """Parts that an adapter may change, by family."""
+    golden = golden_cells()
+    live = peft_cells()
+    rows = []
+    for part in PARTS:
+        cells = []
+        for family in FAMILIES:
+            key = family, part
+            if part in LACKS[family]:
+                cells.append("refused: unbound_tensor")
+            elif key in golden and not golden[key].startswith("synth"):
+                cells.append(f"golden `{golden[key]}`")
+            elif key in live:
+                cells.append(f"peft `{live[key]}`")
+            elif key in golden:
+                cells.append(f"golden `{golden[key]}`")
+            else:
+                cells.append("merged")
+        rows.append([PART_WORDS[part], *cells])
+    return _markdown("an adapter on", rows)
+
+
+def format_table() -> str:
+    """Kinds of checkpoints, by family."""
+    t = test_checkpoint_formats
+    rows = []
+    for kind, words in FORMAT_WORDS.items():
+        cells = []
+        for family in FAMILIES:
+            if kind == "saved":
+                cells.append(f"saved `{FAMILIES[family]}`")
+            elif (family, kind) in t.REFUSED:
+                cells.append(f"refused: `{t.REFUSED[family, kind]}`")
+            elif (family, kind) in t.CELLS:
+                cells.append("loads")
+            elif kind == "mxfp4":
+                (case,) = (c for c in load_cases() if c.id == "gpt_oss_mxfp4-base")
+                cells.append(f"golden `{case.id}`")
+            else:
+                assert family in t.DENSE, (family, kind)
+                cells.append("no experts")
+        rows.append([words, *cells])
+    return _markdown("a checkpoint", rows)
+
+
+def golden_cells() -> dict[tuple[str, str], str]:
+    """(family, part) -> the first golden case with such tensors, without its family's name."""
+    family_of = {golden: family for family, (_, golden) in NAMES.items() if golden}
+    found: dict[tuple[str, str], str] = {}
+    for case in load_cases("logits"):
+        if case.adapter and case.family in family_of:
+            for part in _parts(case):
+                name = case.id.removeprefix(f"{case.family}-")
+                found.setdefault((family_of[case.family], part), name)
+    return found
+
+
+def peft_cells() -> dict[tuple[str, str], str]:
+    """(family, part) -> the first case of test_peft_live that adapts it."""
+    found: dict[tuple[str, str], str] = {}
+    for case, (shape, fields) in test_peft_live.CASES.items():
+        family = shape.partition(",")[0]
+        modules = fields["target_modules"]
+        parts = {
+            "attention": "o_proj" in modules,
+            "latent": "kv_b_proj" in modules,
+            "shared expert": any(name.startswith("shared_expert") for name in modules),
+            "dense MLP": "gate_proj" in modules or "model.layers" in modules,
+            "lm_head": "lm_head" in modules,
+            # What the installed PEFT writes; see adapter_store/formats/peft_experts.py.
+            EXPERTS[family == "llama4"]: "target_parameters" in fields,
+        }
+        if isinstance(modules, str):  # an expression that names the dense layer
+            parts = {"dense MLP": ".mlp." in modules.replace("\\", "")}
+        for part, adapted in parts.items():
+            if adapted:
+                found.setdefault((family, part), case)
+    return found
+
+
+def _parts(case: GoldenCase) -> set[str]:
+    """The parts of which this case's file has tensors, by what the loader made of them."""
+    assert case.adapter is not None
+    targets = {target.name: target for target in golden_targets(case.model)}
+    manifest = load_adapter(case.adapter, tuple(targets.values())).manifest
+    routers = (".mlp.gate", ".router")
+    gate = next((end for end in routers if any(n.endswith(end) for n in targets)), "")
+    found = set()
+    for pair in manifest.pairs:
+        target = targets[pair.target]
+        plain = target.kind != "experts"
+        part = test_every_target.part_of(target, gate)
+        if part == "latent" and not target.name.endswith(".kv_b_proj"):
+            continue  # the harder of the two
+        found.add(part if plain else _PART_OF_LAYOUT[pair.layout])
+    return found
+
+
+def _markdown(corner: str, rows: list[list[str]]) -> str:
+    head = [corner, *(NAMES[family][0] for family in FAMILIES)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(adapter_table(), format_table(), sep="\n\n")
