@@ -28,7 +28,7 @@ serve: $(READY) ## the service alone; args="config=FILE" names another config th
 
 test: $(READY) ## set up, then run what CI runs
 	@failed=0; \
-	$(PYTEST) -n 2 --dist loadfile --max-worker-restart 0 -m "not gpu and not multigpu and not slow and not ray and not e2e" || failed=1; \
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not gpu and not multigpu and not slow and not ray and not e2e" || failed=1; \
 	$(PYTEST) -m "(ray or e2e) and not gpu and not multigpu and not slow" || failed=1; exit $$failed
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed

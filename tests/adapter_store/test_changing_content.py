@@ -71,7 +71,7 @@ def tell_all(source: AdapterStore, other: AdapterStore) -> None:
 def test_a_broken_upload_leaves_the_old_content_serving(
     bench: Bench, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, ref = bench.store(num_bytes=1 << 13), bench.ref("a", seed=1)
+    store, ref = bench.store(num_bytes=1 << 14), bench.ref("a", seed=1)
     old, folder = use(store, ref), Path(ref.uri)
     if kind == "garbage":
         (folder / WEIGHTS).write_bytes(b"no tensors")
@@ -84,7 +84,7 @@ def test_a_broken_upload_leaves_the_old_content_serving(
         drive(store, lambda tries=tries: store.stats().failures == tries)  # type: ignore[misc]
     assert sum("is served as it was" in r.message for r in caplog.records) == 1, "said once"
     with pytest.raises(AdapterError) as caught:
-        use(bench.store(num_bytes=1 << 13, cache="new"), ref)
+        use(bench.store(num_bytes=1 << 14, cache="new"), ref)
     assert type(caught.value).__name__ == ("StoreFull" if kind == "too large" else "AdapterInvalid")
     write_peft_folder(folder, 3)
     assert use(store, ref).digest != old.digest, "a mended one is taken"

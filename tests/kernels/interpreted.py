@@ -1,6 +1,7 @@
 """Runs the tests marked `interp` in a process of their own: TRITON_INTERPRET counts at import.
 
-By shares, so that two workers take one each: together they are the longest part of the suite.
+By shares, so that two workers take one each: together they are the longest part of the suite. Those
+marked `slow` too are one more share, of the full run.
 """
 
 import os
@@ -14,16 +15,29 @@ SHARES = 2
 
 def run_share(number: int) -> None:
     """Every SHARES-th test file from `number` on. Errors: AssertionError with what pytest said."""
-    files = sorted(p for p in FOLDER.glob("test_*.py") if "pytest.mark.interp" in p.read_text())
-    mine = [str(path) for path in files[number::SHARES]]
-    assert mine, files
+    run("interp and not slow", _files()[number::SHARES])
+
+
+def run_slow() -> None:
+    """The slow ones of all files. Errors: AssertionError with what pytest said."""
+    run("interp and slow", _files())
+
+
+def _files() -> list[Path]:
+    return sorted(p for p in FOLDER.glob("test_*.py") if "pytest.mark.interp" in p.read_text())
+
+
+def run(marks: str, files: list[Path]) -> None:
+    """Tests with these marks. Errors: AssertionError with what pytest said."""
+    mine = [str(path) for path in files]
+    assert mine
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "interp", *mine],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, *mine],
         cwd=FOLDER.parents[1],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=880,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -5,6 +5,6 @@ import pytest
 from tests.kernels.interpreted import run_share
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_interpreter_agrees() -> None:
     run_share(1)

@@ -78,7 +78,10 @@ from tests.kernels.test_skinny_linear import products_hold as linears_hold
 
 devices = pytest.mark.parametrize(
     "device",
-    [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)],
+    [
+        pytest.param("cpu", marks=[pytest.mark.interp, pytest.mark.slow]),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
 )
 OWN = SimpleNamespace(
     moe_gate=kernels.moe_gate,

@@ -23,7 +23,7 @@ from tests.kernels.test_paged_attention import plain
 NAN = float("nan")
 POISON = [NAN, 1e4, -1e4]
 LARGE = [NAN, 1e4]
-INTERP = pytest.param("triton", marks=pytest.mark.interp)
+INTERP = pytest.param("triton", marks=[pytest.mark.interp, pytest.mark.slow])
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 every = pytest.mark.parametrize("form", ["torch", INTERP, GPU])
 compiled = pytest.mark.parametrize("form", [INTERP, GPU])

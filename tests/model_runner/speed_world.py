@@ -85,7 +85,7 @@ def engine_of(folders: Folders, device: str, **fields: Any) -> Iterator[Engine]:
     }  # fmt: skip
     engine = Engine(EngineConfig(str(model), **(defaults | fields)))
     try:
-        engine.store._loader._load_adapter = from_seed
+        engine.store.loader._load_adapter = from_seed
         engine.load_adapters(refs)
         yield engine
     finally:

@@ -28,6 +28,8 @@ MODES = {
     "mixed batches": {"max_num_seqs": 8, "max_step_tokens": 24},
     "mixed, one step ahead": {"max_num_seqs": 8, "max_step_tokens": 24, "look_ahead": True},
 }
+QUICK = ("chunks of 4", "mixed, one step ahead")
+SLOW = [mode for mode in MODES if mode not in QUICK]
 
 
 def ref_of(case: GoldenCase) -> AdapterRef | None:
@@ -72,7 +74,7 @@ def score_all(
     }, refused
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_match_and_refusals_are_refused(model: Path, mode: str) -> None:
     cases = [c for c in CASES if c.model == model]

@@ -57,7 +57,11 @@ def save_adapter(model: torch.nn.Module, folder: Path, fields: dict[str, Any]) -
     return wrapped
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("deepseek v3", "gpt-oss", "llama4", "mixtral")
+SLOW = [name for name in CASES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
     shape, fields = CASES[name]
     model = save_model(shape, tmp_path / "base", seed=7)

@@ -1,0 +1,11 @@
+"""The slow ones of the interpreter's tests (see interpreted.py)."""
+
+import pytest
+
+from tests.kernels.interpreted import run_slow
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_interpreter_agrees() -> None:
+    run_slow()
