@@ -102,6 +102,7 @@ def test_streams_survive_a_replica_and_an_ingress(campaign: Campaign) -> None:
         assert result.num_stopped and (kind != "ingress" or result.num_reconnected), str(result)
 
 
+@pytest.mark.slow
 def test_streams_survive_their_node(campaign: Campaign) -> None:
     """The last one: the node does not come back."""
     result = campaign.hit("node", 1)

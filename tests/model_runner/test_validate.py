@@ -45,8 +45,13 @@ def expected_layout(case: GoldenCase) -> str:
     return next((word for mark, word in marks.items() if mark in case.id), "plain")
 
 
+SERVED = [c for c in load_cases("logits") if c.adapter]
+QUICK = {case.family: case for case in SERVED}.values()  # one of each family
+
+
 @pytest.mark.parametrize(
-    "case", [c for c in load_cases("logits") if c.adapter], ids=lambda case: case.id
+    "case",
+    [pytest.param(c, id=c.id, marks=[] if c in QUICK else pytest.mark.slow) for c in SERVED],
 )
 def test_what_is_served_is_reported_whole(case: GoldenCase, capsys) -> None:
     assert case.adapter is not None
