@@ -430,7 +430,7 @@ def test_a_request_that_may_evict_nobody_is_served_or_refused_at_once():
                 assert answer.error_code is ErrorCode.NO_ROOM and not answer.token_ids
             else:
                 assert answer.error_code is None and answer.token_ids
-        assert engine.stats().evictions == 0 and engine.stats().loads == 2
+        assert engine.stats().evictions == 0 and engine.stats().loads["device"] == 2
         # One that may: it takes the place of another, and then of two modest ones at the door
         # the one whose adapter went is refused although it had found it there.
         engine.store.prefetch(REFS["spanish"])
