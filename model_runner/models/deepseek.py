@@ -17,25 +17,13 @@ from model_runner.models.base import (
     require,
 )
 from model_runner.models.decoder import Decoder
-from model_runner.models.lora_targets import NameMap
-from model_runner.models.qwen3_moe import NAMES as QWEN3_NAMES
-
-NAMES = NameMap(
-    gate=QWEN3_NAMES.gate,
-    gate_up_parts=QWEN3_NAMES.gate_up_parts,
-    down_parts=QWEN3_NAMES.down_parts,
-    interleaved=False,
-    weight_is_in_out=False,
-    read_gate_up=QWEN3_NAMES.read_gate_up,
-    read_down=QWEN3_NAMES.read_down,
-    shared="shared_experts",
-)
+from model_runner.models.qwen3_moe import expert_names
 
 
 class DeepSeek(Decoder):
     """What V2 and V3 share."""
 
-    names = NAMES
+    names = expert_names(shared="shared_experts")
 
     def _load_mixer(self, reader: WeightReader, n: int) -> LatentAttention:
         p, c = f"model.layers.{n}.self_attn.", self.config

@@ -12,41 +12,13 @@ from model_runner.models.base import (
     require,
 )
 from model_runner.models.decoder import Decoder
-from model_runner.models.lora_targets import NameMap
-from model_runner.models.qwen3_moe import read_experts
-
-NAMES = NameMap(
-    gate="mlp.gate",
-    gate_up_parts=("w1", "w3"),
-    down_parts=("w2",),
-    interleaved=False,
-    weight_is_in_out=False,
-    read_gate_up=lambda reader, p, c: read_experts(
-        reader,
-        p + "mlp.experts.",
-        ("w1", "w3"),
-        "gate_up_proj",
-        c.expert_intermediate_size,
-        c.hidden_size,
-        c.num_experts,
-    ),
-    read_down=lambda reader, p, c: read_experts(
-        reader,
-        p + "mlp.experts.",
-        ("w2",),
-        "down_proj",
-        c.hidden_size,
-        c.expert_intermediate_size,
-        c.num_experts,
-    ),
-    old_mlp="block_sparse_moe",
-)
+from model_runner.models.qwen3_moe import expert_names
 
 
 class Mixtral(Decoder):
     """MixtralForCausalLM."""
 
-    names = NAMES
+    names = expert_names(("w1", "w3"), ("w2",), old_mlp="block_sparse_moe")
 
     def __init__(self, config: ModelConfig, reader: WeightReader, max_len: int) -> None:
         renamed = RenamedReader(reader, lambda name: name.replace(".mlp.", ".block_sparse_moe."))

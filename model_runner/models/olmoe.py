@@ -5,13 +5,13 @@ from typing import Any
 
 from model_runner.models.base import ModelConfig, read_common, require
 from model_runner.models.decoder import Decoder
-from model_runner.models.qwen3_moe import NAMES
+from model_runner.models.qwen3_moe import expert_names
 
 
 class Olmoe(Decoder):
     """OlmoeForCausalLM."""
 
-    names = NAMES
+    names = expert_names()
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:

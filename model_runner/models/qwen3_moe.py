@@ -38,37 +38,49 @@ def read_experts(
     return ExpertWeights(weight=torch.stack(stacked))  # [E, out, in]
 
 
-NAMES = NameMap(
-    gate="mlp.gate",
-    gate_up_parts=("gate_proj", "up_proj"),
-    down_parts=("down_proj",),
-    interleaved=False,
-    weight_is_in_out=False,
-    read_gate_up=lambda reader, p, c: read_experts(
-        reader,
-        p + "mlp.experts.",
-        ("gate_proj", "up_proj"),
-        "gate_up_proj",
-        c.expert_intermediate_size,
-        c.hidden_size,
-        c.num_experts,
-    ),
-    read_down=lambda reader, p, c: read_experts(
-        reader,
-        p + "mlp.experts.",
-        ("down_proj",),
-        "down_proj",
-        c.hidden_size,
-        c.expert_intermediate_size,
-        c.num_experts,
-    ),
-)
+def expert_names(
+    gate_up_parts: tuple[str, ...] = ("gate_proj", "up_proj"),
+    down_parts: tuple[str, ...] = ("down_proj",),
+    *,
+    old_mlp: str = "",
+    shared: str = "",
+) -> NameMap:
+    """The names of a family with experts below `mlp.experts`, rows = outputs; arguments as
+    NameMap has them."""
+    at = "mlp.experts."
+    return NameMap(
+        gate="mlp.gate",
+        gate_up_parts=gate_up_parts,
+        down_parts=down_parts,
+        interleaved=False,
+        weight_is_in_out=False,
+        read_gate_up=lambda reader, p, c: read_experts(
+            reader,
+            p + at,
+            gate_up_parts,
+            "gate_up_proj",
+            c.expert_intermediate_size,
+            c.hidden_size,
+            c.num_experts,
+        ),
+        read_down=lambda reader, p, c: read_experts(
+            reader,
+            p + at,
+            down_parts,
+            "down_proj",
+            c.hidden_size,
+            c.expert_intermediate_size,
+            c.num_experts,
+        ),
+        old_mlp=old_mlp,
+        shared=shared,
+    )
 
 
 class Qwen3Moe(Decoder):
     """Qwen3MoeForCausalLM."""
 
-    names = NAMES
+    names = expert_names()
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
