@@ -33,9 +33,9 @@ def gated_act(gate_up: Tensor, kind: str) -> Tensor:
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inner)  # [N, I]
     if num_rows:
-        grid = (triton.cdiv(inner, BLOCK), num_rows)
         overlap = can_overlap(gate_up.device)
-        _gated_act_kernel[grid](
+        # Along one side: a prefill has more rows than a grid's second side takes.
+        _gated_act_kernel[(num_rows * triton.cdiv(inner, BLOCK),)](
             gate_up, out, gate_up.stride(0), inner, kind == "gpt_oss", BLOCK, overlap,
             **follow(overlap),
         )  # fmt: skip
@@ -71,8 +71,9 @@ def _gated_act_kernel(
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
-    row = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    per_row = tl.cdiv(inner, BLOCK)
+    row = (tl.program_id(0) // per_row).to(tl.int64)
+    col = tl.program_id(0) % per_row * BLOCK + tl.arange(0, BLOCK)
     live = col < inner
     gate_ptrs = gate_up_ptr + row * row_stride + col
     if OVERLAP:

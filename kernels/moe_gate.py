@@ -208,13 +208,12 @@ def build_worklist_reference(
     within = (segment - (end - blocks)[group]) * block_m  # [W]
     left = (count[group] - within).clamp(max=block_m)  # [W]
     columns = (
-        group // num_experts if slot_of_token is not None else torch.full_like(group, -1),
-        group % num_experts,
-        first[group] + within,
-        left,
+        (group // num_experts if slot_of_token is not None else torch.full_like(group, -1), -1),
+        (group % num_experts, -1),
+        (first[group] + within, 0),
+        (left, 0),
     )
-    unused = torch.tensor([-1, -1, 0, 0], device=device)
-    segments = torch.where(used[:, None], torch.stack(columns, 1), unused)  # [W, 4]
+    segments = torch.stack([torch.where(used, *column) for column in columns], 1)  # [W, 4]
     groups = _groups(ids, slot_of_token, num_slots)
     return Worklist(rows.int(), segments.int(), block_m, groups)
 

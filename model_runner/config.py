@@ -3,6 +3,9 @@ door."""
 
 from dataclasses import dataclass
 
+# Kernels count a step's tokens along the second or third side of a grid, which goes so far.
+MAX_STEP_TOKENS = (1 << 16) - 1
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -70,6 +73,10 @@ class EngineConfig:
             _require(
                 getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}"
             )
+        _require(
+            self.max_step_tokens <= MAX_STEP_TOKENS,
+            f"max_step_tokens must be at most {MAX_STEP_TOKENS}, not {self.max_step_tokens}",
+        )
         _require(
             self.max_step_tokens >= self.max_num_seqs,
             "max_step_tokens must be at least max_num_seqs",

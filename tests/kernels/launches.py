@@ -17,10 +17,11 @@ import kernels
 
 
 class Launch(NamedTuple):
-    """One launch: file and function of the kernel; its arguments and options by name."""
+    """One launch: file and function of the kernel; its arguments and options by name; its grid."""
 
     kernel: str
     given: dict[str, Any]
+    grid: tuple[int, ...]
 
 
 class Recorder:
@@ -29,10 +30,10 @@ class Recorder:
     def __init__(self, kernel: JITFunction, told: list[Launch]) -> None:
         self.kernel, self.told = kernel, told
 
-    def __getitem__(self, grid: object) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
             given = dict(zip(self.kernel.arg_names, args, strict=False))
-            self.told.append(Launch(full_name(self.kernel), given | options))
+            self.told.append(Launch(full_name(self.kernel), given | options, grid))
 
         return launch
 

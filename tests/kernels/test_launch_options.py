@@ -12,9 +12,22 @@ import pytest
 import torch
 
 import kernels.overlap
+from kernels.dense_lora import embedding_lora
+from kernels.fused_moe import moe_down, moe_gate_up, random_experts
+from kernels.fused_moe_lora import moe_lora, random_tables
+from kernels.gated_act import gated_act
+from kernels.mla_attention import mla_attention
+from kernels.mla_kv import mla_kv_write
+from kernels.mla_lora import mla_query_lora, mla_value_lora
+from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_gate_groups import V3, moe_gate_groups
 from kernels.mxfp4_packed import _packed_kernel
+from kernels.norm import add_rms_norm
 from kernels.op import AotSpec, Op, interpreting
+from kernels.paged_attention import paged_attention
 from kernels.registry import OPS
+from kernels.rope_kv import rope_kv_write
+from model_runner.config import MAX_STEP_TOKENS
 from tests.kernels.aot import compile_ptx
 from tests.kernels.launches import recording
 from tests.kernels.mutant import mutant
@@ -63,6 +76,52 @@ def test_the_launch_says_so_only_where_it_may(op: Op, overlap: bool) -> None:
         for inputs in cases:
             op.run(**inputs)
     assert told or not tuple(op.aot())
-    for name, given in told:
+    for name, given, _ in told:
         assert given.get("launch_pdl", False) is bool(given.get("OVERLAP", False)), name
         assert given.get("OVERLAP", overlap) is overlap, name
+
+
+# Blocks along the second and the third side of a grid; along the first 2^31 - 1.
+MAX_SIDE = 65535
+EXPERTS, TOP_K = 128, 8
+
+
+def launch_the_largest_step(tokens: int) -> None:
+    """The ops of a step of so many tokens, each with TOP_K experts; as narrow as can be."""
+    half = torch.bfloat16
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)
+    slots, places = torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64)
+    tables = random_tables([(1, 16, 16)], [8], 8, "cpu", half, 0)
+    x, y = torch.empty(tokens, 16, dtype=half), torch.empty(tokens * TOP_K, 16, dtype=half)
+    experts, weights = random_experts(EXPERTS, 16, 16, "dense", "cpu", half, 0), ids.float()
+    add_rms_norm(y, x, x[0], 1e-5)
+    embedding_lora(x, places, tables, 0, slots, 16)
+    gated_act(y, "silu")
+    moe_gate(x, TOP_K, True)
+    moe_gate_groups(torch.empty(tokens, 256, dtype=half), None, TOP_K, V3)
+    for work in (build_worklist(ids, None, EXPERTS, 0, 128),
+                 build_worklist(ids, slots, EXPERTS, 1, 128)):  # fmt: skip
+        moe_gate_up(x, experts, ids, work)
+        moe_down(y, experts, ids, work, weights)
+        moe_lora(y, x, tables, 0, ids, slots, work, False, None)
+    q = x.view(tokens, 1, 16)
+    cache = torch.empty(1, 16, 1, 16, dtype=half)
+    rope_kv_write(q, q, q, None, places, cache, cache, places)
+    starts, table = torch.tensor([0, tokens], dtype=torch.int32), torch.zeros(1, 1).int()
+    step = {"max_q": tokens, "max_len": tokens, "scale": 1.0}
+    paged_attention(q, cache, cache, table, starts[1:], starts, **step)
+    latent = torch.empty(1, 16, 32, dtype=half)
+    mla_attention(q, q, latent, table, starts[1:], starts, **step)
+    kv, angles = torch.empty(tokens, 32, dtype=half), torch.zeros(1, 16)
+    mla_kv_write(q, kv, angles, places, latent, places, x[0], 1e-5, True)
+    mla_query_lora(q, q, tables, 0, slots, 16)
+    mla_value_lora(q, q, tables, 0, slots, 16)
+
+
+@pytest.mark.skipif(interpreting(), reason="an interpreted function is no JITFunction")
+def test_the_largest_step_fits_into_every_grid() -> None:
+    with recording(overlap=True) as told:
+        launch_the_largest_step(MAX_STEP_TOKENS)
+    assert len({launch.kernel for launch in told}) >= 16
+    for name, _, grid in told:
+        assert max(grid[1:], default=1) <= MAX_SIDE, f"{name}: {grid}"

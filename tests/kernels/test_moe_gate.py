@@ -126,6 +126,29 @@ def test_worklist_is_its_definition(form: str) -> None:
     worklists_hold(own, (0, 1, 64, 65) if form == "triton" else (0, 1, 5, 64, 150))
 
 
+def test_the_form_for_many_groups_sends_nothing_to_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU falls back on it, also while a graph is captured, where such a copy is an error."""
+    ids = torch.arange(12).remainder(5).int().view(6, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda *values, **options: pytest.fail("a host value"))
+        work = own.build_worklist_reference(ids, None, 5, 0, 4)
+    check_worklist(work, ids, None, 5, 0)
+
+
+@pytest.mark.gpu
+def test_a_worklist_of_many_groups_can_be_captured() -> None:
+    ids = torch.arange(400, device="cuda").remainder(128).int().view(100, 4)
+    slots = torch.arange(100, device="cuda").remainder(65).sub(1).int()
+    own.build_worklist(ids, slots, 128, 64, 16)  # what is allocated once is there then
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work = own.build_worklist(ids, slots, 128, 64, 16)
+    graph.replay()
+    check_worklist(work, ids, slots, 128, 64)
+
+
 @both
 def test_every_slot_and_the_base_in_one_batch(form: str) -> None:
     slots = torch.arange(-1, 8).repeat(3).int()
