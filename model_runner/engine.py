@@ -95,6 +95,7 @@ class Engine:
             self._outputs += [make_failure(request, i, *refusal) for i in indices]
             return
         self._lives[request.request_id] = []
+        self._modest.pop(request.request_id, None)  # an earlier one's, which was aborted
         self._submitted_s[request.request_id] = time.monotonic()
         if request.adapter is None:
             self._admit(request)
@@ -338,14 +339,7 @@ class Engine:
             error = self.store.error_of(request.adapter)
             digest = self.store.digest_of(request.adapter)
             if error is not None:
-                del self._arriving[request_id], self._lives[request_id]
-                del self._submitted_s[request_id]
-                code, text = adapter_error(error)
-                self.store.forget(request.adapter)
-                self._outputs += [
-                    make_failure(request, i, code, text) for i in self._still_wanted(request)
-                ]
-                self._gone.pop(request_id, None)
+                self._fail_arriving(request, *adapter_error(error))
             elif digest is not None:
                 del self._arriving[request_id]
                 bound = dataclasses.replace(request.adapter, revision=digest)
@@ -365,11 +359,7 @@ class Engine:
             elif (why := self._find_no_room(ref)) is not None:
                 del self._modest[request_id]
                 if request_id in self._arriving:
-                    wanted = self._still_wanted(request)
-                    self._outputs += [make_failure(request, i, *why) for i in wanted]
-                    del self._arriving[request_id], self._lives[request_id]
-                    self._gone.pop(request_id, None)
-                    self.store.forget(ref)
+                    self._fail_arriving(request, *why)
                 for life in lives:
                     self.store.forget(ref)
                     self.scheduler.abort(life.seq_id)
@@ -399,10 +389,20 @@ class Engine:
         self._outputs += [make_end(request, i, FinishReason.ABORT) for i in ended]
         self._gone.setdefault(request.request_id, set()).update(ended)
         if not self._still_wanted(request):
-            del self._arriving[request.request_id], self._lives[request.request_id]
-            del self._gone[request.request_id], self._submitted_s[request.request_id]
-            assert request.adapter is not None
-            self.store.forget(request.adapter)
+            self._drop_arriving(request)
+
+    def _fail_arriving(self, request: Request, code: ErrorCode, why: str) -> None:
+        wanted = self._still_wanted(request)
+        self._outputs += [make_failure(request, i, code, why) for i in wanted]
+        self._drop_arriving(request)
+
+    def _drop_arriving(self, request: Request) -> None:
+        """All of its sequences have been told their end."""
+        del self._arriving[request.request_id], self._lives[request.request_id]
+        del self._submitted_s[request.request_id]
+        self._gone.pop(request.request_id, None)
+        assert request.adapter is not None
+        self.store.forget(request.adapter)
 
     def _tell(self, update: Update, logprobs: tuple[TokenLogprobs | None, ...] | None) -> None:
         life, token = update.seq, update.token
@@ -457,24 +457,26 @@ class Engine:
         compiler."""
         if self.device.type != "cuda" or references_only():
             return
-        most = min(self.config.max_step_tokens, self.max_len - 1)
-        # Tile sizes follow the row count rounded up to a power of two: one prompt of each is
-        # enough.
-        lengths = sorted({n for n in (2**k for k in range(20)) if n < most} | {most})
+        # Tile sizes follow the row count rounded up to a power of two: one step of each is enough.
+        most = min(self.config.max_step_tokens, self.config.max_num_seqs * (self.max_len - 1))
+        sizes = sorted({n for n in (2**k for k in range(20)) if n < most} | {most})
         cached, self.pool.prefix_cache = self.pool.prefix_cache, False
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         # As if the base model's rows changed seldom targets: their kernels are to be compiled too.
         self.arena.watched_slots.add(-1)
         # And once a row that is not plain.
         general = dataclasses.replace(sampling, temperature=1.0, top_p=0.5, seed=1)
-        requests = [Request(f"warm-{i}", (1,) * n, sampling) for i, n in enumerate(lengths)]
+        steps = [(n, sampling) for n in sizes] + [(1, general)]
         # A prompt whose tokens are scored takes the head for all but one of them.
         scored = dataclasses.replace(sampling, prompt_logprobs=1)
-        requests += [
-            Request(f"warm-scored-{n}", (1,) * (n + 1), scored) for n in lengths if n < most
-        ]
-        for request in (*requests, Request("warm-general", (1,), general)):
-            self.generate([request])
+        steps += [(n + 1, scored) for n in sizes if n < most]
+        for number, (num_tokens, wanted) in enumerate(steps):
+            # As many prompts as a step of that size needs.
+            whole, rest = divmod(num_tokens, self.max_len - 1)
+            lengths = [self.max_len - 1] * whole + ([rest] if rest else [])
+            self.generate(
+                Request(f"warm-{number}-{i}", (1,) * n, wanted) for i, n in enumerate(lengths)
+            )
         self.arena.watched_slots.discard(-1)
         self.pool.prefix_cache = cached
         self._counts.clear()

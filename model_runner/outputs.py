@@ -33,6 +33,9 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
         return ErrorCode.BAD_REQUEST, "the prompt is empty"
     if request.adapter is not None and not isinstance(request.adapter, AdapterRef):
         return ErrorCode.BAD_REQUEST, f"adapter must be an AdapterRef, not {request.adapter!r:.60}"
+    for name, value in vars(request.adapter).items() if request.adapter is not None else ():
+        if not isinstance(value, str):
+            return ErrorCode.BAD_REQUEST, f"adapter.{name} must be a string, not {value!r:.60}"
     if request.adapter_digest and not is_digest(request.adapter_digest):
         text = f"adapter_digest must be a sha256 in hex, not {request.adapter_digest!r:.80}"
         return ErrorCode.BAD_REQUEST, text

@@ -10,6 +10,9 @@ from itertools import count
 
 from model_runner.scheduling.sequence import Account, Sequence
 
+# Tenants without a sequence whose account is kept, for they were served more than a newcomer.
+_MAX_DEBTS = 4096
+
 
 class _TenantLine:
     """The waiting sequences of one tenant. `order`, a heap of arrivals, may name some that left."""
@@ -34,6 +37,7 @@ class TenantQueue:
     def __init__(self) -> None:
         self._lines: dict[str, _TenantLine] = {}
         self._heap: list[tuple[float, int, _TenantLine]] = []
+        self._debts: list[tuple[float, int, Account]] = []  # a heap; some have paid or come back
         self._tie_breaker = count()
         self._floor = 0.0  # the counter of the last one served
         self._num_waiting = 0
@@ -50,10 +54,18 @@ class TenantQueue:
         return line.account
 
     def close_account(self, account: Account) -> None:
-        """One sequence less. An empty account goes once a newcomer would be lifted as high."""
+        """One sequence less. An empty account goes once a newcomer would be lifted as high, or if
+        too many others owe more."""
         account.num_sequences -= 1
-        if not account.num_sequences and account.counter <= self._floor:
-            del self._lines[account.tenant_id]
+        if not account.num_sequences:
+            heappush(self._debts, (account.counter, next(self._tie_breaker), account))
+        debts = self._debts
+        while debts and (debts[0][0] <= self._floor or len(debts) > _MAX_DEBTS):
+            counter, _, debtor = heappop(debts)
+            line = self._lines.get(debtor.tenant_id)
+            is_same = line is not None and line.account is debtor and debtor.counter == counter
+            if is_same and not debtor.num_sequences:
+                del self._lines[debtor.tenant_id]
 
     def push(self, seq: Sequence) -> None:
         """Put it in its tenant's line, at the place of its arrival."""

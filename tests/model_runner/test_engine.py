@@ -454,6 +454,61 @@ def test_a_request_that_may_evict_nobody_is_served_or_refused_at_once():
         engine.close()
 
 
+@pytest.mark.parametrize("max_len", [24, 200])
+def test_the_warm_up_runs_a_step_of_every_size_class(max_len, monkeypatch):
+    """Also where one prompt is never as long as a step: several together are."""
+    engine = make_engine(max_model_len=max_len, max_step_tokens=100, max_num_seqs=8)
+    try:
+        seen = {"plain": set(), "scored": set()}
+        launch = engine.runner.launch
+
+        def note(batch, *args):
+            seen["scored" if batch.prompt_scores else "plain"].add(sum(batch.num_tokens))
+            return launch(batch, *args)
+
+        monkeypatch.setattr(engine.runner, "launch", note)
+        monkeypatch.setattr(engine, "device", torch.device("cuda"))
+        engine._warm_up_prefill()
+        classes = {kind: {(n - 1).bit_length() for n in sizes} for kind, sizes in seen.items()}
+        assert classes["plain"] == set(range(8)) and max(seen["plain"]) == 100
+        assert classes["scored"] == set(range(1, 8))
+        assert engine.stats().prompt_tokens == 0 and not engine.has_work
+    finally:
+        engine.close()
+
+
+def test_a_modest_request_whose_room_goes_while_its_adapter_arrives_leaves_nothing(
+    engine, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.store, "digest_of", lambda ref: None)
+        engine.submit(Request("modest", (1, 30, 40), GREEDY, REFS["pirate"], may_evict=False))
+        patch.setattr(engine.store, "has_room", lambda ref: False)
+        (output,) = engine.step()
+    assert output.error_code is ErrorCode.NO_ROOM
+    assert not engine.has_work and not engine._submitted_s and not engine._modest
+
+
+def test_a_new_request_is_not_refused_for_a_modest_one_of_the_same_id(engine, monkeypatch):
+    modest = Request("again", (1, 30, 40), GREEDY, REFS["pirate"], may_evict=False)
+    engine.submit(modest)
+    engine.abort("again")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.store, "has_room", lambda ref: False)
+        answers = engine.generate([dataclasses.replace(modest, may_evict=True)])
+    assert answers[0].error_code is None and answers[0].token_ids
+    assert not engine._modest
+
+
+@pytest.mark.parametrize("field", ["adapter_id", "uri", "revision", "base"])
+def test_an_adapter_that_is_not_named_by_words_harms_its_own_request_alone(engine, field):
+    odd = dataclasses.replace(REFS["pirate"], **{field: 5})
+    requests = [Request("odd", (1, 30), GREEDY, odd), Request("good", (1, 30), GREEDY)]
+    refused, served = engine.generate(requests)
+    assert refused.error_code is ErrorCode.BAD_REQUEST and field in refused.error
+    assert served.token_ids
+
+
 def test_endless_work_for_one_adapter_does_not_starve_another():
     """Requests of the resident adapter overlap without end, so its slot never falls idle by
     itself."""

@@ -3,7 +3,7 @@
 import pytest
 
 from model_runner.request import Request
-from model_runner.scheduling import adapter_gate
+from model_runner.scheduling import adapter_gate, fairness
 from model_runner.scheduling.fairness import TenantQueue
 from model_runner.scheduling.page_pool import PageTable
 from model_runner.scheduling.sequence import Sequence
@@ -81,6 +81,22 @@ def test_a_debt_is_kept_while_others_wait_and_forgotten_once_they_caught_up() ->
     assert line.serve(0) == "greedy"
     assert "greedy" not in line.queue._lines
     assert line.add("greedy").account.counter == 100.0  # lifted to where the last one was
+
+
+def test_debts_of_tenants_that_never_come_back_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each came when nobody waited, so nobody ever caught up with it. The largest debts stay."""
+    monkeypatch.setattr(fairness, "_MAX_DEBTS", 10)
+    line = Line()
+    for number in range(100):
+        line.add(f"t{number}")
+        line.serve(number % 50 + 1)
+        line.add("often")
+        line.serve(0)
+    debts = {tenant: known.account.counter for tenant, known in line.queue._lines.items()}
+    assert len(debts) <= 10 and min(debts.values()) >= 45
+    assert len(line.queue._debts) <= 10
 
 
 def test_those_who_left_are_skipped_and_leave_nothing_behind() -> None:
