@@ -174,8 +174,10 @@ def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch) -
     dummies.
 
     A dummy has slot -1, one key on page 0, and writes nothing.
+    Of the page tables the columns up to the longest row's are filled: all of them may be as many
+    as the model has positions, and a row reads no further than its own keys.
     """
-    v, n, columns = buffer.view, len(batch.seq_ids), buffer.shape.pages
+    v, n = buffer.view, len(batch.seq_ids)
     starts = np.array(batch.starts)  # [S]
     lens = starts + 1  # [S]
     rows = tables.rows(batch, lens)  # [S]
@@ -189,9 +191,10 @@ def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch) -
         column = v[name]
         column[:n], column[n:] = values, rest
     page, offset = np.divmod(starts, tables.page_tokens)  # [S] twice
+    columns = int(page.max()) + 1
     for g, table in enumerate(tables.table):
         pages, write = v[f"page_table{g}"], v[f"write_idx{g}"]
-        pages[:n], pages[n:] = table[rows, :columns], 0
+        pages[:n, :columns], pages[n:, :columns] = table[rows, :columns], 0
         write[:n], write[n:] = table[rows, page].astype(np.int64) * tables.page_tokens + offset, -1
     v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
     v["logit_rows"][:] = v["sample_rows"][:] = np.arange(buffer.shape.rows)
@@ -212,8 +215,9 @@ def fill_mixed(
 
     What the shape has more becomes padding: tokens of no row with slot -1 that write nothing, rows
     without tokens, logits of token 0 whose draw goes to the place `spare_row`.
+    Of the page tables as much is filled as in `fill_decode`.
     """
-    v, columns, page_tokens = buffer.view, buffer.shape.pages, tables.page_tokens
+    v, page_tokens = buffer.view, tables.page_tokens
     by_row = np.array((batch.starts, batch.slots, batch.sources, batch.num_tokens))  # [4, S]
     starts, _, sources, counts = by_row  # [S] each
     ends, lens = counts.cumsum(), starts + counts  # [S] twice
@@ -234,10 +238,11 @@ def fill_mixed(
     cu_q[0], cu_q[1 : n + 1] = 0, ends
     v["seq_lens"][:n] = lens
     v["slot_of_token"][:t] = slots
+    columns = -(-int(lens.max()) // page_tokens)
     ids = chain.from_iterable([ids or (0,) for ids in batch.token_ids])
     v["token_ids"][:t] = np.fromiter(ids, np.int64, t)
     for g, table in enumerate(tables.table):
-        table[:, :columns].take(rows, 0, out=v[f"page_table{g}"][:n])
+        v[f"page_table{g}"][:n, :columns] = table[rows, :columns]
         write = v[f"write_idx{g}"]
         np.multiply(table.ravel().take(page), page_tokens, out=write[:t], dtype=np.int64)
         write[:t] += offset

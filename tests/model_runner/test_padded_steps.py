@@ -13,9 +13,17 @@ from adapter_store.ref import AdapterRef
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.execution.cuda_graphs import GraphKey, decode_sizes, fit, mixed_sizes
-from model_runner.execution.inputs import HostBuffer, StepShape, fill_blank
+from model_runner.execution.inputs import (
+    HostBuffer,
+    PageTables,
+    StepShape,
+    fill_blank,
+    fill_decode,
+    fill_mixed,
+)
 from model_runner.execution.runner import ModelRunner
 from model_runner.request import Request, SamplingParams
+from model_runner.scheduling.batch import ScheduledBatch
 from tests.guards import take_out
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR
 
@@ -112,6 +120,28 @@ def test_padded_steps_answer_otherwise_without(
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         padded, _ = answer(True, monkeypatch)
         assert padded == plain
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_page_tables_cost_what_the_rows_hold_not_what_the_model_could(decode: bool) -> None:
+    """Filling all 8192 columns of a model of 131072 positions took longer than a step."""
+    counts = (1, 1) if decode else (1, 3)
+    starts, pages = (20, 7), ([5, 6], [9])
+    batch = ScheduledBatch(
+        0, (1, 2), counts, starts, tuple((7,) * n for n in counts), (-1, -1), (-1, -1),
+        (pages,), (None, None),
+    )  # fmt: skip
+    tables = PageTables(1, 8, 8192, 16)
+    buffer = HostBuffer(StepShape(4, 4 if decode else 64, 4, 8192, 1), pinned=False)
+    buffer.memory.fill_(0x3F)
+    if decode:
+        fill_decode(buffer, tables, batch)
+    else:
+        fill_mixed(buffer, tables, batch, [], [], 9)
+    table = buffer.view["page_table0"]
+    assert table[:2, :2].tolist() == [[5, 6], [9, 0]]
+    assert not decode or not table[2:, :2].any(), "a dummy reads page 0"
+    assert (table[:, 2:] == 0x3F3F3F3F).all()
 
 
 def test_a_size_holds_its_number() -> None:
