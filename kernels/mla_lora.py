@@ -32,6 +32,7 @@ def mla_query_lora(
              token and head strides;  slot_of_token [T] int32, -1 = base;
              A [1, r, R], B [1, r, Q (Dk + dim_v)], head by head: keys, then values
     target   row of the tables. Rows of base tokens and of slots without it keep all bits.
+    Numerics: products and sums in fp32, rounded once.
     Needs:   the tables' memory of q's dtype.
     Cost:    reads A once for every token and head, and B's keys once a token.
     """
@@ -117,8 +118,13 @@ def _launch(
         target, tables.num_slots, x.stride(0), x.stride(1),
         wide if b_first else in_, out if b_first else wide, in_, out,
         FIRST_HEAD=shrink[0], FIRST_SKIP=shrink[1], SECOND_HEAD=expand[0], SECOND_SKIP=expand[1],
-        BLOCK_R=_BLOCK_R, BLOCK_N=_BLOCK_N, num_warps=2,
+        BLOCK_R=_BLOCK_R, BLOCK_N=_BLOCK_N, **_out_tile(out),
     )  # fmt: skip
+
+
+def _out_tile(out: int) -> dict[str, int]:
+    """All of a head's columns in one tile: its sum over the rank stays in fp32 until the end."""
+    return {"BLOCK_OUT": triton.next_power_of_2(out), "num_warps": 2 if out <= _BLOCK_N else 4}
 
 
 @triton.jit(do_not_specialize=["target"])
@@ -127,7 +133,7 @@ def _mla_lora_kernel(
     target, num_slots, x_token, x_head, first_row, second_row, in_, out,
     FIRST_HEAD: tl.constexpr, FIRST_SKIP: tl.constexpr,
     SECOND_HEAD: tl.constexpr, SECOND_SKIP: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -144,6 +150,8 @@ def _mla_lora_kernel(
     second = memory_ptr + second_off + head * SECOND_HEAD + SECOND_SKIP
     x_row = x_ptr + token * x_token + head * x_head
     y_row = y_ptr + (token * tl.num_programs(0) + head) * out
+    column = tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
+    delta = tl.zeros([BLOCK_OUT], tl.float32)
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)[:, None]  # [BLOCK_R, 1]
         z = tl.zeros([BLOCK_R], tl.float32)
@@ -152,13 +160,11 @@ def _mla_lora_kernel(
             x = tl.load(x_row + n, mask=n < in_, other=0.0).to(tl.float32)
             w = tl.load(first + r * first_row + n, mask=(r < rank) & (n < in_), other=0.0)
             z += tl.sum(w.to(tl.float32) * x, 1)
-        for k in range(0, out, BLOCK_N):
-            n = k + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-            mask = (r < rank) & (n < out)[None, :]
-            w = tl.load(second + r * second_row + n[None, :], mask=mask, other=0.0)
-            delta = tl.sum(w.to(tl.float32) * z[:, None], 0)  # [BLOCK_N]
-            y = tl.load(y_row + n, mask=n < out, other=0.0)
-            tl.store(y_row + n, (y.to(tl.float32) + delta).to(y.dtype), mask=n < out)
+        mask = (r < rank) & (column < out)[None, :]
+        w = tl.load(second + r * second_row + column[None, :], mask=mask, other=0.0)
+        delta += tl.sum(w.to(tl.float32) * z[:, None], 0)
+    y = tl.load(y_row + column, mask=column < out, other=0.0)
+    tl.store(y_row + column, (y.to(tl.float32) + delta).to(y.dtype), mask=column < out)
 
 
 def _cases(value: bool) -> Iterator[Case]:
@@ -199,9 +205,10 @@ def _aot() -> Iterator[AotSpec]:
         "query": {"FIRST_HEAD": 256, "FIRST_SKIP": 0, "SECOND_HEAD": 0, "SECOND_SKIP": 0},
         "value": {"FIRST_HEAD": 0, "FIRST_SKIP": 0, "SECOND_HEAD": 256, "SECOND_SKIP": 128},
     }
-    for name, columns in heads.items():
-        constants = {**columns, "BLOCK_R": _BLOCK_R, "BLOCK_N": _BLOCK_N}
-        yield AotSpec(f"v3_{name}", _mla_lora_kernel, signature, constants, num_warps=2)
+    for (name, columns), out in zip(heads.items(), (512, 128), strict=True):
+        constants = {**columns, "BLOCK_R": _BLOCK_R, "BLOCK_N": _BLOCK_N, **_out_tile(out)}
+        warps = constants.pop("num_warps")
+        yield AotSpec(f"v3_{name}", _mla_lora_kernel, signature, constants, num_warps=warps)
 
 
 def _bytes(inputs: Inputs) -> int:
