@@ -60,7 +60,7 @@ class HostCache:
         for name in ("packed", "alias", "lock", "scratch"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         alive = _hold(self.folder / "lock" / "alive") if self._private else None
-        self._verified: set[tuple[str, int]] = set()
+        self._verified: dict[str, int] = {}  # inode of the file of that name when it was checked
         self._cancelled = False
         if alive is not None:
             self._finalizer = weakref.finalize(self, _end, alive, self.folder)
@@ -85,17 +85,17 @@ class HostCache:
         path = self.folder / "packed" / name
         try:
             packed = PackedAdapter.open(path, targets, dtype, verify=False)
-            mark = (name, packed.inode())
+            inode = packed.inode()
             if packed.digest != digest:
                 raise PackedFileError(f"{name} holds {packed.digest}")
-            if mark not in self._verified:
+            if self._verified.get(name) != inode:
                 packed.check_data()
         except FileNotFoundError:
             return None
         except PackedFileError:
             path.unlink(missing_ok=True)
             return None
-        self._verified.add(mark)
+        self._verified[name] = inode
         with suppress(FileNotFoundError):
             os.utime(path)
         return packed
@@ -124,7 +124,7 @@ class HostCache:
                 raise AdapterUnavailable(f"cannot write {self.folder}: {e.strerror}") from e
             inode = part.stat().st_ino
             os.rename(part, path)
-            self._verified.add((path.name, inode))
+            self._verified[path.name] = inode
 
     def _reserve(self, part: Path, num_bytes: int) -> None:
         """Take room for a file: remove the longest unused ones; wait while all are in use."""
@@ -137,6 +137,7 @@ class HostCache:
                 for path, size in self._oldest_first() if over > 0 else ():
                     if _remove_unless_open(path):
                         over -= size
+                        self._verified.pop(path.name, None)
                     if over <= 0:
                         break
                 if over <= 0:

@@ -69,6 +69,15 @@ def test_longest_unused_leaves_first(folder: Path, size: int) -> None:
     assert cache.used_bytes() <= cache.max_bytes
 
 
+def test_what_was_checked_is_forgotten_with_its_file(folder: Path, size: int) -> None:
+    """A process that loads adapters for months must not grow with each."""
+    cache = HostCache(folder, size * 2)
+    for number in (*range(1, 7), 5, 6, 5):
+        put(cache, number, size)
+        assert has(cache, number)
+    assert len(cache._verified) == len(cache.digests()) == 2
+
+
 def test_open_file_is_never_removed(folder: Path, size: int) -> None:
     cache = HostCache(folder, size * 2, room_timeout_s=0.1)
     put(cache, 1, size)
