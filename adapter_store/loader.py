@@ -3,9 +3,9 @@
 Blocks: for the store's threads. Not here: who waits for it and where it goes on the device (store).
 """
 
-import hashlib
 import logging
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +22,8 @@ from adapter_store.errors import (
     AdapterNotFound,
     AdapterUnavailable,
 )
-from adapter_store.host_cache import HostCache
+from adapter_store.formats.registry import check_adapter
+from adapter_store.host_cache import HostCache, hash_text
 from adapter_store.packed import (
     PackedAdapter,
     content_digest,
@@ -62,7 +63,8 @@ class AdapterLoader:
     """Fetches and converts adapters, each content once over all threads and processes that share
     the cache.
 
-    load_adapter  (folder, targets, max_rank=) -> AdapterWeights, as formats.registry has it
+    load_adapter  (folder, targets, max_rank=, max_bytes=) -> AdapterWeights, as formats.registry
+                  has it
     contents      what uris hold and held: asked before a source, told what was seen
     """
 
@@ -84,7 +86,7 @@ class AdapterLoader:
         self._load_adapter = load_adapter
         self._contents = contents
         self._sources: dict[str, Source] = {}
-        self._refused: OrderedDict[tuple[str, str], AdapterInvalid] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, ref: AdapterRef) -> HostAdapter | str:
@@ -123,9 +125,9 @@ class AdapterLoader:
                 with self._lock:
                     refused = self._refused.get((ref.uri, revision))
                 if refused is not None:  # the same bytes would be refused again
-                    raise AdapterInvalid(refused.reason, str(refused).partition(": ")[2])
+                    raise AdapterInvalid(*refused)
                 # One fetch at a time over all processes; the others find it done.
-                with self._cache.lock(f"fetch-{_short_hash(f'{ref.uri} {revision}')}"):
+                with self._cache.lock(f"fetch-{hash_text(f'{ref.uri} {revision}')[:32]}"):
                     digest = self._lookup(ref.uri, revision)
                     packed = self.open(digest) if digest is not None else None
                     num_bytes = 0
@@ -190,7 +192,11 @@ class AdapterLoader:
         source = self._source(ref)
         is_pinned = is_digest(ref.revision)
         with self._cache.scratch() as folder:
-            source.fetch(ref, folder, revision)
+            try:
+                source.fetch(ref, folder, revision, self._judge)
+            except AdapterInvalid as e:
+                self._refuse(ref.uri, revision, e)
+                raise
             # Two files are not replaced at once: they must still belong together.
             if not is_pinned and source.revision(ref) != revision:
                 raise AdapterChanged(f"{ref.uri} was replaced while it was read")
@@ -210,12 +216,20 @@ class AdapterLoader:
         self._remember(ref.uri, revision, digest)
         return packed, num_bytes
 
+    def _judge(self, folder: Path) -> None:
+        """Refuse what its config and the head of its weights show to be of no use."""
+        check_adapter(
+            folder, self._targets, max_rank=self._max_rank, max_bytes=self._cache.max_bytes
+        )
+
     def _remember(self, uri: str, revision: str, digest: str) -> None:
         self._cache.remember(uri, revision, digest)
         self._contents.saw(uri, digest, revision)
 
     def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
-        weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
+        weights = self._load_adapter(
+            folder, self._targets, max_rank=self._max_rank, max_bytes=self._cache.max_bytes
+        )
         for warning in weights.manifest.warnings:
             _log.warning("adapter %s: %s", ref, warning)
         for tensor, why in weights.manifest.skipped.items():
@@ -229,8 +243,9 @@ class AdapterLoader:
         return self.open(digest)
 
     def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
+        message = str(error).removeprefix(f"{error.reason}: ")
         with self._lock:
-            self._refused[uri, revision] = error
+            self._refused[uri, revision] = error.reason, message
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
 
@@ -262,13 +277,19 @@ def check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
 
 @contextmanager
 def _only_adapter_errors(ref: AdapterRef) -> Iterator[None]:
+    """Errors are kept for a while (and told to others who ask): the tensors that were read before
+    one must not be kept with it, so the frames of its traceback let go of them."""
     try:
         yield
-    except AdapterError:
+    except AdapterError as e:
+        _clear_frames(e)
         raise
     except Exception as e:  # a fault of one load must not become everyone's
+        _clear_frames(e)
         raise AdapterUnavailable(f"loading {ref} failed: {type(e).__name__}: {e}") from e
 
 
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -36,6 +36,10 @@ LAW = {
     "adapter_store.weights": "torch adapter_store.ref",
     "adapter_store.slot_table": "adapter_store.ref adapter_store.errors",
     "adapter_store.sources": "adapter_store.ref adapter_store.errors adapter_store.sources",
+    "adapter_store.sources.local": (
+        "adapter_store.ref adapter_store.errors adapter_store.sources "
+        "adapter_store.formats.bounded_files"
+    ),
     "adapter_store.sources.s3": (
         "boto3 botocore adapter_store.ref adapter_store.errors adapter_store.sources"
     ),

@@ -6,14 +6,19 @@ Not here: what the files mean (peft_config, safetensors_file).
 import errno
 import json
 import os
+import re
 import reprlib
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
 
 _SHOWN_CHARS = 160
+_BLANKS = re.compile(r"[ \t\n\r]*")
 _REPR = reprlib.Repr()  # does not walk all of a deep or long value
 _REPR.maxstring = _REPR.maxother = _SHOWN_CHARS
 
@@ -80,31 +85,84 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(raw: bytes, reason: str, what: str, max_items: int) -> dict[str, Any]:
-    """A JSON object. `max_items` bounds its lists and objects, and so what it unfolds to.
+    """A JSON object. `max_items` bounds its values, and so what it unfolds to: some 300 bytes each.
 
     Errors:  AdapterInvalid(reason) for what is not UTF-8 or not JSON, is nested too deep, has a key
              twice, NaN or Infinity, or is no object.
     """
-    if raw.count(b"[") + raw.count(b"{") > max_items:
-        raise AdapterInvalid(reason, f"{what} has more than {max_items} lists and objects")
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > max_items:
+        raise AdapterInvalid(reason, f"{what} has more than {max_items} values")
+    with _json_errors(reason, what):
+        value = _DECODER.decode(raw.decode())
+    if not isinstance(value, dict):
+        raise AdapterInvalid(reason, f"{what} is not a JSON object")
+    return value
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in table:
-                raise ValueError(f"the key {shown(key)} is there twice")
-            table[key] = value
-        return table
 
-    def no_constant(name: str) -> None:
-        raise ValueError(f"{name} is no number")
+def json_items(
+    raw: bytearray, reason: str, what: str, max_chars: Callable[[str], int]
+) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a large JSON object, one after the other: memory is the text's and one
+    value's. A key that is there twice comes twice.
 
+    raw        emptied when it has been decoded
+    max_chars  key -> how long the text of its value may be
+    Errors:  as `parse_json`, while it goes.
+    """
+    with _json_errors(reason, what):
+        text = raw.decode()
+        raw.clear()
+        at = _expect(text, 0, "{")
+        if text.startswith("}", at):
+            _expect(text, _expect(text, at, "}"), "")
+            return
+        while True:
+            key, at = scanstring(text, _expect(text, at, '"', skip_after=False), True)
+            at = _expect(text, at, ":")
+            window = text[at : at + max_chars(key)]
+            try:
+                value, used = _DECODER.raw_decode(window)
+            except json.JSONDecodeError as error:
+                where = f"{error.msg}, in the first {len(window)} characters of {shown(key)}"
+                raise ValueError(where) from None
+            yield key, value
+            at = _BLANKS.match(text, at + used).end()  # type: ignore[union-attr]  # matches ""
+            if text.startswith("}", at):
+                _expect(text, _expect(text, at, "}"), "")
+                return
+            at = _expect(text, at, ",")
+
+
+def _expect(text: str, at: int, mark: str, skip_after: bool = True) -> int:
+    """The place behind a mark that must stand there, blanks apart; "" is the end of the text."""
+    at = _BLANKS.match(text, at).end()  # type: ignore[union-attr]  # matches the empty text
+    if not text.startswith(mark, at) or (not mark and at < len(text)):
+        raise json.JSONDecodeError(f"Expecting {mark!r}" if mark else "Extra data", text, at)
+    at += len(mark)
+    return _BLANKS.match(text, at).end() if skip_after else at  # type: ignore[union-attr]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {shown(key)} is there twice")
+        table[key] = value
+    return table
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+@contextmanager
+def _json_errors(reason: str, what: str) -> Iterator[None]:
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=no_constant)
+        yield
     except RecursionError:
         raise AdapterInvalid(reason, f"{what} is nested too deep") from None
     except ValueError as error:
         raise AdapterInvalid(reason, f"{what} is not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise AdapterInvalid(reason, f"{what} is not a JSON object")
-    return value
