@@ -277,19 +277,22 @@ def check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
 
 @contextmanager
 def _only_adapter_errors(ref: AdapterRef) -> Iterator[None]:
-    """Errors are kept for a while (and told to others who ask): the tensors that were read before
-    one must not be kept with it, so the frames of its traceback let go of them."""
+    """Errors are kept for a while, for others who ask: what was read before one (tensors, a header
+    of many megabytes) must not be kept with it."""
     try:
         yield
     except AdapterError as e:
-        _clear_frames(e)
+        _let_go(e)
         raise
     except Exception as e:  # a fault of one load must not become everyone's
-        _clear_frames(e)
+        _let_go(e)
         raise AdapterUnavailable(f"loading {ref} failed: {type(e).__name__}: {e}") from e
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _let_go(error: BaseException) -> None:
+    """Empty the variables of the frames that an error went through, and what it came of as well."""
+    traceback.clear_frames(error.__traceback__)
+    if error.__cause__ is None:
+        error.__context__ = None  # not shown, or by chance
+    else:
+        _let_go(error.__cause__)

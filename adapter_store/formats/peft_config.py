@@ -15,7 +15,7 @@ from adapter_store.formats.bounded_files import parse_json, read_small, shown
 from adapter_store.formats.patterns import PatternTable
 
 CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 16 << 20  # a rank_pattern may name every expert's linears
+MAX_CONFIG_BYTES = 8 << 20  # as the sources copy; a rank_pattern may name every expert's linears
 MAX_CONFIG_ITEMS = 400_000
 MAX_TARGET_PARAMETERS = 100_000
 

@@ -16,7 +16,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 8 << 20  # as the formats read; a rank_pattern may name every expert's linears
 DEFAULT_MAX_BYTES = 64 << 30
 JUDGED_FROM_BYTES = 32 << 20
 """Weights larger than this are judged by their head before the rest of them is read."""

@@ -450,6 +450,7 @@ def odd_names(draft: Draft, rng: Random) -> None:
         name.replace(".0.", ".00."), name.replace(".0.", ".-1.").replace(".1.", ".99999999999."),
         name.replace(".0.", ".\u0660.").replace(".1.", ".\u0661."), "%s%n{0}{name}", "__class__",
     ]  # fmt: skip
+    odd = [other for other in odd if other != name]
     draft.entries[i] = (rng.choice(odd), draft.entries[i][1])
 
 
@@ -501,7 +502,7 @@ def config_is_no_table(draft: Draft, rng: Random) -> None:
         b"", b"[]", b"null", b"true", b"1", b'"LORA"', b"{}", b"{", whole[:-1], whole + whole,
         b"[" + whole + b"]", b"\xef\xbb\xbf" + whole, whole.decode().encode("utf-16"), b"\xff",
         whole.replace(b"{", b"{\xff\xff", 1), whole.replace(b'"', b"'"), whole + b"\0", b"\0" * 99,
-        whole.replace(b"}", b",}"), b"/* */" + whole, b" " * (2 * MIB) + whole,
+        whole.replace(b"}", b",}"), b"/* */" + whole, b" " * (9 * MIB) + whole,
     ]  # fmt: skip
     draft.raw_config = rng.choice(bodies)
 
@@ -588,10 +589,11 @@ def words_that_lead_elsewhere(draft: Draft, rng: Random) -> None:
 
 _SLOW_EXPRESSIONS = (
     "(a+)+$", "(a|a)*b", "(.*)*x", "(.|.|.)+!", ".*" * 60 + "!", "(([a-z_.])+.)+[A-Z]([a-z])+$",
-    "(?=(a+))a*b", r"(a*)\1b", "(?P<x>a+)+(?P=x)", "((((((((((.*)*)*)*)*)*)*)*)*)*)*$", "[", "(", "*",
-    "a{1,9999}", "(a{0,200}){0,200}", "(?i)q_proj", "\\", "a{99999999999}", "(" * 200 + ")" * 200,
+    "(?=(a+))a*b", r"(a*)\1b", "(?P<x>a+)+(?P=x)", "((((((((((.*)*)*)*)*)*)*)*)*)*)*$", "[", "(",
+    "*", "a{1,9999}", "(a{0,200}){0,200}", "(?i)q_proj", "\\", "a{99999999999}", "(" * 200 + ")" * 200,
     "[^]", "[a-z", "(?#", "(|||)*", ".{250}", "(.{1,16}){1,16}", "\\N{DIGIT ONE}", "q\ud800", "\n$",
-    "^" * 50, "$" * 50, "|" * 200, "(.*.*.*)*" * 20, "", "x" * 300, "(?<!a)", "[[:alpha:]]", "[a&&b]",
+    "^" * 50, "$" * 50, "|" * 200, "(.*.*.*)*" * 20, "", "x" * 300, "(?<!a)", "[[:alpha:]]",
+    "[a&&b]",
 )  # fmt: skip
 
 
@@ -609,7 +611,7 @@ def slow_expressions(draft: Draft, rng: Random) -> None:
 @_mutation(must_refuse=False, share=0.3)
 def large_config(draft: Draft, rng: Random) -> None:
     """Just below and above what is read: many keys, many expressions, many unknown fields."""
-    num = rng.choice([1000, 20_000, 60_000, 110_000])
+    num = rng.choice([1000, 20_000, 60_000, 99_000, 110_000, 390_000])
     kind = rng.randrange(6)
     if kind == 0:
         draft.config["rank_pattern"] = {f"a{i}": 1 for i in range(num)}
@@ -620,9 +622,9 @@ def large_config(draft: Draft, rng: Random) -> None:
     elif kind == 3:
         draft.config["target_parameters"] = [f"{i}.experts.gate_up_proj" for i in range(num // 4)]
     elif kind == 4:
-        draft.config["target_modules"] = draft.literal("[" + "1," * (10 * num) + "1]")
+        draft.config["target_modules"] = draft.literal("[" + ".1,".join(["0"] * num) + "]")
     else:
-        draft.config["novel"] = draft.literal('"' + "\U0001f600" * (2 * num) + '"')
+        draft.config["novel"] = draft.literal('"' + "\U0001f600" * (6 * num) + '"')
 
 
 # ---- the folder

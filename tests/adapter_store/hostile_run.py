@@ -19,10 +19,11 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -41,11 +42,12 @@ from tests.adapter_store.hostile_folders import (
     CONFIG,
     WEIGHTS,
     Case,
+    Draft,
     make_case,
     valid_draft,
     words_of,
 )
-from tests.adapter_store.scripted_s3 import ScriptedS3
+from tests.adapter_store.scripted_s3 import ScriptedS3, start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
 
 MAX_RANK = 256
@@ -62,8 +64,8 @@ _PLACES = tuple({_ROOM, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"
 
 @dataclass(frozen=True)
 class Outcome:
-    """refusal: the reason, empty = it was loaded; peak_bytes: memory over idle, copies on disk or
-    tmpfs included; seconds: of the process' CPU."""
+    """refusal: the reason, empty = it was loaded; peak_bytes: memory over what was there before,
+    copies on disk or tmpfs included; seconds: of the process' CPU, by the slowest of the ways."""
 
     refusal: str
     message: str
@@ -138,7 +140,6 @@ class Bench:
         write_peft_folder(self._root / "outside", 1)
         for form in ("linear", "flat", "3-D", "per expert"):  # imports, and what is kept for ever
             self.run(valid_case(form))
-        self._idle = _status("VmRSS")
 
     def close(self) -> None:
         self._cache.close()
@@ -169,8 +170,7 @@ class Bench:
         eyes.strange.clear()
         before, self._cache.copied_bytes = _things_held(), 0
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-        idle = getattr(self, "_idle", None) or _status("VmRSS")
-        start = time.process_time()
+        self._idle, self._seconds = _status("VmRSS"), 0.0
         # The cache looks at its own folder; a packed file is mapped from there.
         eyes.allowed = (str(folder) + os.sep, str(self._cache.folder) + os.sep, *_PLACES)
         if case.draft.meanwhile is not None:
@@ -179,8 +179,7 @@ class Bench:
             refusal = self._through_all(case, folder)
         finally:
             eyes.allowed = eyes.trigger = None
-        seconds = time.process_time() - start
-        peak = _status("VmHWM") - idle + self._cache.copied_bytes
+        peak = _status("VmHWM") - self._idle + self._cache.copied_bytes
         if eyes.strange:
             raise Fault(f"{_title(case)}: opened {eyes.strange[:3]}")
         if _things_held() != before:
@@ -190,50 +189,49 @@ class Bench:
             raise Fault(f"{_title(case)}: left {left}")
         if Path(CANARY).exists():
             raise Fault(f"{_title(case)}: code of a pickle ran")
-        kind = getattr(refusal, "reason", type(refusal).__name__) if refusal else ""
-        return Outcome(kind, str(refusal or ""), peak, seconds)
+        return Outcome(*refusal, peak, self._seconds)
 
-    def _through_all(self, case: Case, folder: Path) -> AdapterError | None:
-        """The refusal by the first of the ways; all must come to the same."""
-        refusal = self._through_loader(AdapterRef("hostile", str(folder)))
+    def _through_all(self, case: Case, folder: Path) -> tuple[str, str]:
+        """(reason, message) of the first of the ways, empty if it is loaded; all must come to the
+        same."""
+        ways = [self._timed(lambda: self._through_loader(AdapterRef("hostile", str(folder))))]
         if case.draft.meanwhile is not None:
-            return refusal
-        try:
-            self._load(folder, TARGETS, max_rank=MAX_RANK)
-            alone: AdapterError | None = None
-        except AdapterError as error:
-            alone = error.with_traceback(None)
-        ways = [refusal, alone]
+            return ways[0]
+        # The format by itself; pickles, which an operator may allow, as if one had.
+        allow_pickle = case.draft.makers.get(WEIGHTS, _nothing) is None
+        options = {"max_rank": MAX_RANK, "allow_pickle": allow_pickle}
+        ways.append(self._timed(lambda: self._load(folder, TARGETS, **options)))
         if self._s3 is not None and case.number % S3_SHARE == 0 and not case.draft.makers:
             bucket = {f"b/{case.number}/{p.name}": p.read_bytes() for p in folder.iterdir()}
             self._s3.objects = bucket
-            ways.append(self._through_loader(AdapterRef("hostile", f"s3://b/{case.number}")))
-        if len({way is None for way in ways}) > 1:
-            raise Fault(f"{_title(case)}: the ways differ: {[str(way)[:200] for way in ways]}")
-        return refusal
+            ref = AdapterRef("hostile", f"s3://b/{case.number}")
+            ways.append(self._timed(lambda: self._through_loader(ref)))
+        if len({reason == "" for reason, _ in ways}) > 1:
+            raise Fault(f"{_title(case)}: the ways differ: {ways}")
+        return ways[0]
 
-    def _through_loader(self, ref: AdapterRef) -> AdapterError | None:
+    def _timed(self, load: Callable[[], object]) -> tuple[str, str]:
+        start = time.process_time()
         try:
-            found = self._loader.load(ref)
+            load()
         except AdapterError as error:
-            self._expect_freed()
-            return error.with_traceback(None)
+            return getattr(error, "reason", type(error).__name__), str(error)
+        finally:
+            self._seconds = max(self._seconds, time.process_time() - start)
+        return "", ""
+
+    def _through_loader(self, ref: AdapterRef) -> None:
+        found = self._loader.load(ref)
         packed = self._loader.open(found.digest)
         assert packed is not None
         with packed:
             packed.check_data()
-        self._expect_freed()
-        return None
 
     def _load(self, folder: Path, targets: Sequence[LoraTarget], **options: Any) -> AdapterWeights:
         """`load_adapter`, and what it gives against another reader of the same bytes."""
         weights = load_adapter(folder, targets, **options)
         _check_values(folder, weights)
         return weights
-
-    def _expect_freed(self) -> None:
-        """A refusal must not keep the tensors that were read before it."""
-        # Counted by _things_held, once the error itself is gone.
 
     def _judge(self, case: Case, outcome: Outcome) -> None:
         title = _title(case)
@@ -254,11 +252,34 @@ class Bench:
             raise Fault(f"{title}: took {outcome.seconds:.1f} s, {outcome.message[:200]}")
 
 
+def load_bytes(folder: Path, data: bytes) -> AdapterError | None:
+    """The format alone on two files in one: four bytes of the config's length, the config, the
+    weights. Errors: AssertionError if the load or the refusal is not as it must be."""
+    length = int.from_bytes(data[:4], "little")
+    (folder / CONFIG).write_bytes(data[4 : 4 + length])
+    (folder / WEIGHTS).write_bytes(data[4 + length :])
+    try:
+        _check_values(folder, load_adapter(folder, TARGETS, max_rank=MAX_RANK))
+    except AdapterError as error:
+        message = str(error)
+        assert message.isprintable() and len(message) < MAX_MESSAGE_CHARS, message
+        assert not isinstance(error, AdapterUnavailable), message
+        return error.with_traceback(None)
+    return None
+
+
+def as_bytes(draft: Draft) -> bytes:
+    """A draft's two files as `load_bytes` takes them."""
+    config = draft.config_bytes()
+    return len(config).to_bytes(4, "little") + config + draft.weights_bytes()
+
+
+def _nothing(at: Path) -> None: ...
+
+
 def valid_case(form: str) -> Case:
     """A case without a mutation."""
-    import random
-
-    return Case(-1, (), False, valid_draft(random.Random(form), form))
+    return Case(-1, (), False, valid_draft(Random(form), form))
 
 
 def _title(case: Case) -> str:
@@ -316,6 +337,7 @@ def run_cases(bench: Bench, numbers: Sequence[int], seconds: float) -> dict[str,
     by_mutation: Counter[str] = Counter()
     faults: list[str] = []
     most, slowest = (0, ""), (0.0, "")
+    idle = _status("VmRSS")
     begin, done, loaded = time.monotonic(), 0, 0
     for number in numbers:
         if time.monotonic() - begin > seconds:
@@ -341,6 +363,7 @@ def run_cases(bench: Bench, numbers: Sequence[int], seconds: float) -> dict[str,
         "refused": dict(refusals.most_common()),
         "peak_mib_over_idle": round(most[0] / (1 << 20), 1),
         "peak_at": most[1],
+        "kept_mib_at_the_end": round((_status("VmRSS") - idle) / (1 << 20), 1),
         "slowest_s": round(slowest[0], 2),
         "slowest_at": slowest[1],
         "wall_s": round(time.monotonic() - begin, 1),
@@ -359,8 +382,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.getLogger("adapter_store").addHandler(logging.NullHandler())
     logging.getLogger("adapter_store").propagate = False
-    from tests.adapter_store.scripted_s3 import start_scripted_s3
-
     with tempfile.TemporaryDirectory(prefix="hostile-") as root, start_scripted_s3() as s3:
         bench = Bench(Path(root), s3)
         try:

@@ -1,0 +1,91 @@
+"""`python -m tests.adapter_store.fuzz_atheris --runs N`: libFuzzer looks for ways into the reader.
+
+Coverage of adapter_store guides it. Where it begins is made anew from the numbers of
+hostile_folders, and it ends with libFuzzer's own exit code: 0, or not 0 with the input that broke
+the reader in base64, for KEPT_INPUTS in test_hostile_folders. Needs the package atheris, which is
+for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (hostile_run.load_bytes).
+"""
+
+import argparse
+import base64
+import sys
+import tempfile
+from pathlib import Path
+
+NUM_SEEDS = 400
+MAX_INPUT_BYTES = 16 << 10
+LIMIT_S, LIMIT_MIB = 5, 2048
+
+
+def main() -> None:
+    """The command line; does not return."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seconds", type=int, default=0, help="no longer than this; 0 = no limit")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    try:
+        import atheris
+    except ImportError:
+        parser.error("needs atheris: pip install atheris")
+    # Imported here: what is loaded before is not instrumented.
+    with atheris.instrument_imports(include=["adapter_store"]):
+        from tests.adapter_store import hostile_run
+        from tests.adapter_store.hostile_folders import make_case
+
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_memory()) as name:
+        root = Path(name)
+        for part in ("corpus", "folder"):
+            (root / part).mkdir()
+        for number in range(NUM_SEEDS):
+            draft = make_case(number).draft
+            if not draft.makers and len(data := hostile_run.as_bytes(draft)) <= MAX_INPUT_BYTES:
+                (root / "corpus" / str(number)).write_bytes(data)
+
+        def test_one(data: bytes) -> None:
+            try:
+                hostile_run.load_bytes(root / "folder", data)
+            except BaseException:
+                print("input:", base64.b64encode(data).decode(), file=sys.stderr, flush=True)
+                raise
+
+        def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+            # Three times of four one part alone, with the lengths as they must be: a file that is
+            # wrong there is not read any further.
+            parts, chosen = split(data), seed % 4
+            if chosen == 3:
+                return bytes(atheris.Mutate(data, max_size))
+            parts[chosen] = bytes(atheris.Mutate(parts[chosen], len(parts[chosen]) + 64))
+            return join(parts)[:max_size]
+
+        options = [
+            f"-runs={args.runs}", f"-max_total_time={args.seconds}", f"-seed={args.seed}",
+            f"-max_len={MAX_INPUT_BYTES}", f"-timeout={LIMIT_S}", f"-rss_limit_mb={LIMIT_MIB}",
+            f"-artifact_prefix={root}/", "-print_final_stats=1",
+        ]  # fmt: skip
+        arguments = [sys.argv[0], *options, str(root / "corpus")]
+        atheris.Setup(arguments, test_one, custom_mutator=mutate)
+        atheris.Fuzz()
+
+
+def split(data: bytes) -> list[bytes]:
+    """[config, header, tensors] of an input of `load_bytes`."""
+    middle = 4 + int.from_bytes(data[:4], "little")
+    config, weights = data[4:middle], data[middle:]
+    end = 8 + int.from_bytes(weights[:8], "little")
+    return [config, weights[8:end], weights[end:]]
+
+
+def join(parts: list[bytes]) -> bytes:
+    """The other way round."""
+    config, header, tensors = parts
+    length = len(header).to_bytes(8, "little")
+    return len(config).to_bytes(4, "little") + config + length + header + tensors
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+if __name__ == "__main__":
+    main()
