@@ -18,7 +18,6 @@ from typing import Any
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
 
 _SHOWN_CHARS = 160
-_BLANKS = re.compile(r"[ \t\n\r]*")
 _REPR = reprlib.Repr()  # does not walk all of a deep or long value
 _REPR.maxstring = _REPR.maxother = _SHOWN_CHARS
 
@@ -112,13 +111,10 @@ def json_items(
     with _json_errors(reason, what):
         text = raw.decode()
         raw.clear()
-        at = _expect(text, 0, "{")
-        if text.startswith("}", at):
-            _expect(text, _expect(text, at, "}"), "")
-            return
-        while True:
-            key, at = scanstring(text, _expect(text, at, '"', skip_after=False), True)
-            at = _expect(text, at, ":")
+        at = _expect(_BEGIN, text, 0)
+        while text[at - 1] != "}":
+            key, at = scanstring(text, at, True)
+            at = _expect(_COLON, text, at)
             window = text[at : at + max_chars(key)]
             try:
                 value, used = _DECODER.raw_decode(window)
@@ -126,20 +122,23 @@ def json_items(
                 where = f"{error.msg}, in the first {len(window)} characters of {shown(key)}"
                 raise ValueError(where) from None
             yield key, value
-            at = _BLANKS.match(text, at + used).end()  # type: ignore[union-attr]  # matches ""
-            if text.startswith("}", at):
-                _expect(text, _expect(text, at, "}"), "")
-                return
-            at = _expect(text, at, ",")
+            at = _expect(_NEXT, text, at + used)
+        _expect(_END, text, at)
 
 
-def _expect(text: str, at: int, mark: str, skip_after: bool = True) -> int:
-    """The place behind a mark that must stand there, blanks apart; "" is the end of the text."""
-    at = _BLANKS.match(text, at).end()  # type: ignore[union-attr]  # matches the empty text
-    if not text.startswith(mark, at) or (not mark and at < len(text)):
-        raise json.JSONDecodeError(f"Expecting {mark!r}" if mark else "Extra data", text, at)
-    at += len(mark)
-    return _BLANKS.match(text, at).end() if skip_after else at  # type: ignore[union-attr]
+# What stands between the parts of an object: up to its first key or its end, and so on.
+_BEGIN = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*["}]')
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_NEXT = re.compile(r'[ \t\n\r]*(?:,[ \t\n\r]*"|\})')
+_END = re.compile(r"[ \t\n\r]*\Z")
+
+
+def _expect(between: re.Pattern[str], text: str, at: int) -> int:
+    """The place behind what must stand there."""
+    found = between.match(text, at)
+    if found is None:
+        raise json.JSONDecodeError(f"Expecting {between.pattern}", text, at)
+    return found.end()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

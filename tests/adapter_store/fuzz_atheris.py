@@ -10,6 +10,7 @@ import argparse
 import base64
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 NUM_SEEDS = 400
@@ -30,6 +31,7 @@ def main() -> None:
         parser.error("needs atheris: pip install atheris")
     # Imported here: what is loaded before is not instrumented.
     with atheris.instrument_imports(include=["adapter_store"]):
+        import_module("adapter_store.formats.peft")  # which is else imported late
         from tests.adapter_store import hostile_run
         from tests.adapter_store.hostile_folders import make_case
 
