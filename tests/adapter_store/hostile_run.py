@@ -129,7 +129,6 @@ class Bench:
     def __init__(self, root: Path, s3: ScriptedS3 | None = None) -> None:
         self._root, self._s3 = root.resolve(), s3
         self._cache = _Cache(self._root / "tier", MAX_BYTES)
-        self._weights: list[AdapterWeights] = []
         options = S3Options(
             endpoint_url=s3.endpoint_url if s3 else "", region="us-east-1", access_key="key",
             secret_key="secret", attempts=1,
