@@ -1,9 +1,9 @@
 """`python -m tests.adapter_store.fuzz_atheris --runs N`: libFuzzer looks for ways into the reader.
 
 Coverage of adapter_store guides it. Where it begins is made anew from the numbers of
-hostile_folders, and it ends with libFuzzer's own exit code: 0, or not 0 with the input that broke
+hostile.folders, and it ends with libFuzzer's own exit code: 0, or not 0 with the input that broke
 the reader in base64, for KEPT_INPUTS in test_hostile_folders. Needs the package atheris, which is
-for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (hostile_run.load_bytes).
+for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (run.load_bytes).
 """
 
 import argparse
@@ -32,8 +32,8 @@ def main() -> None:
     # Imported here: what is loaded before is not instrumented.
     with atheris.instrument_imports(include=["adapter_store"]):
         import_module("adapter_store.formats.peft")  # which is else imported late
-        from tests.adapter_store import hostile_run
-        from tests.adapter_store.hostile_folders import make_case
+        from tests.adapter_store.hostile import run
+        from tests.adapter_store.hostile.folders import make_case
 
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_memory()) as name:
         root = Path(name)
@@ -41,12 +41,12 @@ def main() -> None:
             (root / part).mkdir()
         for number in range(NUM_SEEDS):
             draft = make_case(number).draft
-            if not draft.makers and len(data := hostile_run.as_bytes(draft)) <= MAX_INPUT_BYTES:
+            if not draft.makers and len(data := run.as_bytes(draft)) <= MAX_INPUT_BYTES:
                 (root / "corpus" / str(number)).write_bytes(data)
 
         def test_one(data: bytes) -> None:
             try:
-                hostile_run.load_bytes(root / "folder", data)
+                run.load_bytes(root / "folder", data)
             except BaseException:
                 print("input:", base64.b64encode(data).decode(), file=sys.stderr, flush=True)
                 raise

@@ -1,11 +1,11 @@
 """What a loader may do with a hostile folder, held for one case or for many.
 
-`python -m tests.adapter_store.hostile_run --count N` runs cases one after the other in this
+`python -m tests.adapter_store.hostile.run --count N` runs cases one after the other in this
 process and prints one JSON object; exit code 1 if the loader did what it may not. `Bench.run`
 is one case: through the source, the format and the host tier as a store would, and the format alone
 once more. Allowed is a refusal that names what is at fault, or a load that is right; within time
 and memory, with nothing left behind and no file read or written elsewhere.
-Not here: what the folders are (hostile_folders).
+Not here: what the folders are (folders).
 """
 
 import argparse
@@ -19,11 +19,9 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -32,21 +30,14 @@ from safetensors import safe_open
 from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterUnavailable
 from adapter_store.formats.registry import load_adapter
-from adapter_store.host_cache import HostCache
 from adapter_store.loader import AdapterLoader
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterWeights, LoraTarget
-from tests.adapter_store.hostile_archives import CANARY
-from tests.adapter_store.hostile_folders import (
-    CONFIG,
-    WEIGHTS,
-    Case,
-    Draft,
-    make_case,
-    valid_draft,
-    words_of,
-)
+from tests.adapter_store.hostile.archives import CANARY
+from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Draft
+from tests.adapter_store.hostile.folders import Case, make_case, valid_case, words_of
+from tests.adapter_store.hostile.watch import MeteredCache, num_open_files, status_bytes, the_eyes
 from tests.adapter_store.scripted_s3 import ScriptedS3, start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
 
@@ -58,7 +49,7 @@ HANG_S = 120.0
 MAX_MESSAGE_CHARS = 1500
 MAX_WARNINGS = 40
 S3_SHARE = 10  # one of so many goes through S3 too
-_ROOM = str(Path(__file__).parents[2] / "adapter_store")
+_ROOM = str(Path(__file__).parents[3] / "adapter_store")
 _PLACES = tuple({_ROOM, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/proc", "/sys"})
 
 
@@ -77,58 +68,12 @@ class Fault(AssertionError):
     """The loader did what it may not."""
 
 
-class _Cache(HostCache):
-    """Says how many bytes of fetched copies there were."""
-
-    copied_bytes = 0
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        with super().scratch() as folder:
-            try:
-                yield folder
-            finally:
-                sizes = (path.lstat().st_blocks * 512 for path in folder.iterdir())
-                self.copied_bytes = max(self.copied_bytes, sum(sizes))
-
-
-class _Eyes:
-    """What this process opens, as Python tells its audit hooks. One for all: hooks stay."""
-
-    def __init__(self) -> None:
-        self.allowed: tuple[str, ...] | None = None
-        self.strange: list[str] = []
-        self.trigger: tuple[str, Any] | None = None
-        self._busy = False
-        sys.addaudithook(self._see)
-
-    def _see(self, event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or self.allowed is None or self._busy or isinstance(args[0], int):
-            return
-        self._busy = True
-        try:
-            path = Path(os.fsdecode(args[0])).absolute()
-            # A last link that is not followed leads nowhere.
-            follows = not (isinstance(args[2], int) and args[2] & os.O_NOFOLLOW)
-            real = str(path.resolve() if follows else path.parent.resolve() / path.name)
-            if not real.startswith(self.allowed):
-                self.strange.append(real)
-            if self.trigger is not None and str(path).startswith(self.trigger[0]):
-                trigger, self.trigger = self.trigger[1], None
-                trigger()
-        finally:
-            self._busy = False
-
-
-_eyes: list[_Eyes] = []
-
-
 class Bench:
     """A loader with a host tier of its own below `root`, and the folders that it is given."""
 
     def __init__(self, root: Path, s3: ScriptedS3 | None = None) -> None:
         self._root, self._s3 = root.resolve(), s3
-        self._cache = _Cache(self._root / "tier", MAX_BYTES)
+        self._cache = MeteredCache(self._root / "tier", MAX_BYTES)
         options = S3Options(
             endpoint_url=s3.endpoint_url if s3 else "", region="us-east-1", access_key="key",
             secret_key="secret", attempts=1,
@@ -163,13 +108,11 @@ class Bench:
         return outcome
 
     def _watched(self, case: Case, folder: Path) -> Outcome:
-        if not _eyes:
-            _eyes.append(_Eyes())
-        eyes = _eyes[0]
+        eyes = the_eyes()
         eyes.strange.clear()
-        before, self._cache.copied_bytes = _things_held(), 0
+        before, self._cache.copied_bytes = num_open_files(), 0
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-        self._idle, self._seconds = _status("VmRSS"), 0.0
+        self._idle, self._seconds = status_bytes("VmRSS"), 0.0
         # The cache looks at its own folder; a packed file is mapped from there.
         eyes.allowed = (str(folder) + os.sep, str(self._cache.folder) + os.sep, *_PLACES)
         if case.draft.meanwhile is not None:
@@ -178,11 +121,11 @@ class Bench:
             refusal = self._through_all(case, folder)
         finally:
             eyes.allowed = eyes.trigger = None
-        peak = _status("VmHWM") - self._idle + self._cache.copied_bytes
+        peak = status_bytes("VmHWM") - self._idle + self._cache.copied_bytes
         if eyes.strange:
             raise Fault(f"{_title(case)}: opened {eyes.strange[:3]}")
-        if _things_held() != before:
-            raise Fault(f"{_title(case)}: {before} became {_things_held()}")
+        if num_open_files() != before:
+            raise Fault(f"{_title(case)}: {before} became {num_open_files()}")
         left = [p for n in ("scratch", "lock") for p in (self._cache.folder / n).iterdir()]
         if left:
             raise Fault(f"{_title(case)}: left {left}")
@@ -276,30 +219,8 @@ def as_bytes(draft: Draft) -> bytes:
 def _nothing(at: Path) -> None: ...
 
 
-def valid_case(form: str) -> Case:
-    """A case without a mutation."""
-    return Case(-1, (), False, valid_draft(Random(form), form))
-
-
 def _title(case: Case) -> str:
     return f"case {case.number} ({' + '.join(case.mutations) or 'valid'})"
-
-
-def _status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise KeyError(name)
-
-
-def _things_held() -> int:
-    """Open files; connections to S3 are kept."""
-    held = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the folder's own
-            held += not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-    return held
 
 
 def _check_values(folder: Path, weights: AdapterWeights) -> None:
@@ -327,7 +248,7 @@ def _check_values(folder: Path, weights: AdapterWeights) -> None:
                 factors = weights.factors[pair.target]
                 b = file.get_tensor(pair.b).float() * pair.scale
                 assert torch.equal(factors.a[0].float(), file.get_tensor(pair.a).float()), pair
-                torch.testing.assert_close(factors.b[0].T.float(), b, rtol=1e-6, atol=0)
+                assert torch.allclose(factors.b[0].T.float(), b, rtol=1e-6, atol=0), pair
 
 
 def run_cases(bench: Bench, numbers: Sequence[int], seconds: float) -> dict[str, Any]:
@@ -336,7 +257,7 @@ def run_cases(bench: Bench, numbers: Sequence[int], seconds: float) -> dict[str,
     by_mutation: Counter[str] = Counter()
     faults: list[str] = []
     most, slowest = (0, ""), (0.0, "")
-    idle = _status("VmRSS")
+    idle = status_bytes("VmRSS")
     begin, done, loaded = time.monotonic(), 0, 0
     for number in numbers:
         if time.monotonic() - begin > seconds:
@@ -362,7 +283,7 @@ def run_cases(bench: Bench, numbers: Sequence[int], seconds: float) -> dict[str,
         "refused": dict(refusals.most_common()),
         "peak_mib_over_idle": round(most[0] / (1 << 20), 1),
         "peak_at": most[1],
-        "kept_mib_at_the_end": round((_status("VmRSS") - idle) / (1 << 20), 1),
+        "kept_mib_at_the_end": round((status_bytes("VmRSS") - idle) / (1 << 20), 1),
         "slowest_s": round(slowest[0], 2),
         "slowest_at": slowest[1],
         "wall_s": round(time.monotonic() - begin, 1),

@@ -1,6 +1,6 @@
 """Pickles and archives that hurt whoever opens them: code, and bytes that unfold to gigabytes.
 
-Not here: what is done with them (hostile_folders).
+Not here: what is done with them (places).
 """
 
 import gzip
