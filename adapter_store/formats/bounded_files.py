@@ -3,19 +3,18 @@
 Not here: what the files mean (peft_config, safetensors_file).
 """
 
-import errno
 import json
 import os
 import re
 import reprlib
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
-from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from adapter_store.errors import AdapterInvalid, AdapterUnavailable
+from adapter_store.regular_file import open_regular
 
 _SHOWN_CHARS = 160
 _REPR = reprlib.Repr()  # does not walk all of a deep or long value
@@ -26,29 +25,6 @@ def shown(value: object) -> str:
     """A stranger's value as one safe line for a message: escaped, about 160 characters at most."""
     whole = _REPR.repr(value)
     return whole if len(whole) <= _SHOWN_CHARS else whole[:_SHOWN_CHARS] + "..."
-
-
-def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; the caller closes it.
-
-    Errors:  AdapterInvalid("file") for a link, folder, pipe or device: a link could lead out of the
-             adapter's folder. AdapterNotFound if there is none, AdapterUnavailable if it cannot be
-             read.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags)
-    except FileNotFoundError:
-        raise AdapterNotFound(f"{path.name} is not in the adapter's folder") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            what = f"{path.name} is a symbolic link; put the file itself there"
-            raise AdapterInvalid("file", what) from None
-        raise AdapterUnavailable(f"{path.name}: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise AdapterInvalid("file", f"{path.name} is not a regular file")
-    return fd
 
 
 def read_exactly(fd: int, offset: int, num_bytes: int, what: str) -> bytearray:

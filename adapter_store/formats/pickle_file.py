@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.bounded_files import open_regular, shown
+from adapter_store.formats.bounded_files import shown
 from adapter_store.formats.safetensors_file import FLOAT_DTYPES, TensorInfo
+from adapter_store.regular_file import open_regular
 
 MAX_PICKLE_BYTES = 16 << 20
 _NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}

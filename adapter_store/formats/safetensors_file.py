@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.bounded_files import json_items, open_regular, read_exactly, shown
+from adapter_store.formats.bounded_files import json_items, read_exactly, shown
+from adapter_store.regular_file import open_regular
 
 MAX_HEADER_BYTES = 48 << 20  # 90,000 tensors of a per-expert DeepSeek-V3 adapter need 20 MB
 MAX_WIDE_HEADER_BYTES = 8 << 20  # with characters outside ASCII, which take four times the memory

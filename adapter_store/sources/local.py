@@ -17,8 +17,8 @@ from adapter_store.errors import (
     AdapterNotFound,
     AdapterUnavailable,
 )
-from adapter_store.formats.bounded_files import open_regular
 from adapter_store.ref import AdapterRef
+from adapter_store.regular_file import open_regular
 from adapter_store.sources.source import (
     DEFAULT_MAX_BYTES,
     FILES,

@@ -50,7 +50,10 @@ MAX_MESSAGE_CHARS = 1500
 MAX_WARNINGS = 40
 S3_SHARE = 10  # one of so many goes through S3 too
 _ROOM = str(Path(__file__).parents[3] / "adapter_store")
-_PLACES = tuple({_ROOM, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/proc", "/sys"})
+_AWS = str(Path.home() / ".aws")  # boto looks there
+_PLACES = tuple(
+    {_ROOM, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/proc", "/sys", _AWS}
+)
 
 
 @dataclass(frozen=True)
