@@ -173,10 +173,14 @@ def latent_attention(m: ModuleType, tokens: int, device: str) -> None:
     for batch in (((tokens, tokens + 1), (1, 3)), ((1, 1 + tokens % 50),) * min(tokens, 32)):
         i = paged.make_case("", batch, 3, 1, 40, max_len=4096).make(device, torch.bfloat16, 0)
         q = i["q"]
-        m.attend(
+        args = (
             q[..., :32].contiguous(), q[..., 32:], i["k_cache"].squeeze(2), i["page_table"],
-            i["seq_lens"], i["cu_q"], i["scale"], i["max_len"],
+            i["seq_lens"], i["cu_q"], i["scale"],
         )  # fmt: skip
+        if i["max_q"] > 1:
+            m.prefill(*args)
+        else:
+            m.decode(*args, i["max_len"])
 
 
 def norms(m: ModuleType, tokens: int, device: str) -> None:
