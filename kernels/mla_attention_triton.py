@@ -1,4 +1,4 @@
-"""The Triton side of latent attention: decode by tokens with split keys, prompts by tiles of tokens.
+"""The Triton side of latent attention: decode with split keys, prompts by tiles of tokens.
 
 For mla_attention.py alone, which has the contract, the truth and the cases. A latent serves as key
 and as value of all heads, so a tile (tokens by heads) reads it once. `decode` serves batches of

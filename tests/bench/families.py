@@ -1,5 +1,5 @@
-"""Every family on a GPU: the tests of families at speed, then decode of three more full shapes beside
-their floors, then latent attention by tile sizes.
+"""Every family on a GPU: the tests of families at speed, then decode of three more full shapes
+beside their floors, then latent attention by tile sizes.
 
     python -m tests.bench.families [--seconds 345] [--out DIR] [--steps tests,latent,decode]
 

@@ -185,4 +185,3 @@ def requests_of(refs: Sequence[AdapterRef | None], name: str, greedy: bool) -> l
         )
         for i in range(12)
     ]
-

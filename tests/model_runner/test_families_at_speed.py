@@ -6,7 +6,6 @@ and experts); on a CPU narrower, and without graphs. Not here: fp32 and the file
 what graphs and kernels promise beside (test_at_speed.py).
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -146,7 +145,8 @@ def answers_are_the_references(world: World) -> None:
         asked = requests_of(refs, "a", greedy=True)
         answers = engine.generate(asked)
     jobs = [
-        (request.token_ids + tuple(answers[i].token_ids), request.adapter) for i, request in enumerate(asked)
+        (request.token_ids + tuple(answers[i].token_ids), request.adapter)
+        for i, request in enumerate(asked)
     ]
     others = [(ids, refs[(refs.index(ref) + 1) % 4]) for ids, ref in jobs]
     with references():
