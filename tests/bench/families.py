@@ -12,6 +12,7 @@ latent_tiles.csv. Exit code 1 if a test or a process failed.
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,9 @@ TEST_S, LATENT_S = 170.0, 40.0
 SHM = Path("/dev/shm")
 CHECKPOINT_BYTES = 52 << 30  # with the adapters in the host tier
 SEED = 7
+TOLD = (
+    r"^\W*(mean|own) |passed|skipped"  # what tests print of their numbers, and pytest's last line
+)
 
 
 @dataclass
@@ -56,9 +60,10 @@ class Process:
             print(f"{self.name}: exit code {code}", flush=True)
         return code == 0
 
-    def show(self, most: int) -> None:
-        """The last lines of its output."""
+    def show(self, most: int, only: str = "") -> None:
+        """The last lines of its output; only: those that match."""
         lines = self.log.read_text(errors="replace").splitlines()
+        lines = [line for line in lines if re.search(only, line)]
         print(f"---- {self.name}", *lines[-most:], sep="\n", flush=True)
 
 
@@ -84,7 +89,7 @@ def test_words(name: str) -> list[str]:
     if name == "deepseek v2":
         halves = ("mla_query_lora", "mla_value_lora")
         ids += [f"{at}without_a_half_of_kv_b_proj_they_do_not[{half}-cuda]" for half in halves]
-    options = ["-q", "-s", "--tb=short", "--durations=5", f"--timeout={TEST_S:.0f}"]
+    options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", f"--timeout={TEST_S:.0f}"]
     return ["-m", "pytest", *options, *ids]
 
 
@@ -114,8 +119,10 @@ def prepare(args: argparse.Namespace, work: Path, end: float) -> bool:
     for process in beside:
         fine = process.wait(end)
         good &= fine
-        if not fine or process.name.startswith("test"):
-            process.show(25 if fine else 80)
+        if not fine:
+            process.show(60)
+        elif process.name.startswith("test"):
+            process.show(12, TOLD)
     return good
 
 
@@ -153,7 +160,7 @@ def main() -> None:
         for name, words in parts:
             process = start(name, words, work)
             good &= process.wait(end)
-            process.show(120)
+            process.show(160)
             print(f"==== {name} after {time.monotonic() - began:.0f} s", flush=True)
     sys.exit(0 if good else 1)
 

@@ -134,7 +134,7 @@ def test_without_a_half_of_kv_b_proj_they_do_not(
 
 def answers_are_the_references(world: World) -> None:
     """Of greedy tokens, 98 % lie within 4 E of the truth's best; of those of another adapter, less
-    than 80 %.
+    than 90 %.
 
     The truth is fp32, and torch alone; E is how far torch alone in bf16 is from it in nine of ten
     places, by the largest logit. With kernels off by twice as much, two logits may change order
@@ -170,7 +170,7 @@ def answers_are_the_references(world: World) -> None:
 
     own, other = share(truth), share(wrong)
     print(f"own {own:.3f} other {other:.3f} bound {bound:.4f}")
-    assert own >= 0.98 and other < 0.8
+    assert own >= 0.98 and other < 0.9
 
 
 @both
