@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--tokens-in", type=int, default=1600)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--top", type=int, default=4, help="kernels by name, the slowest")
     parser.add_argument("--checkpoint", default="", help="folder of the fp8 shape's")
     parser.add_argument("--work", default=None, help="where temporary files go")
