@@ -89,6 +89,7 @@ def start_engine(args: argparse.Namespace, folder: Path) -> tuple[Engine, list[A
             host_cache_bytes=stored * 5 // 4 + (256 << 20),
             kv_bytes=max(clients) * (args.tokens_in + TOKENS_OUT + 64) * config.kv_values
             * config.num_layers * (4 if on_cpu else 2),
+            adapter_load_threads=8,
             prefix_cache=False,
         )
     )  # fmt: skip

@@ -143,7 +143,7 @@ def engine_of(world: World, **fields: Any) -> Iterator[Engine]:
     """An engine that has the adapters loaded."""
     defaults = {
         "load_format": "random:3", "device": world.device, "max_model_len": 128,
-        "kv_bytes": 64 << 20, "lora_bytes": 512 << 20,
+        "kv_bytes": 64 << 20, "lora_bytes": 512 << 20 if world.device == "cuda" else 64 << 20,
         "max_loras": 3, "max_num_seqs": 8, "max_step_tokens": 64, "prefix_cache": False, "seed": 1,
         "dtype": "bfloat16", "deterministic": True,
     }  # fmt: skip
