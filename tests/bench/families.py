@@ -3,11 +3,11 @@ decode of three more full shapes beside their floors.
 
     python -m tests.bench.families [--seconds 390] [--out DIR] [--steps tests,latent,decode]
 
-The tests run side by side, one process a family; beside them one process a shape compiles its
-kernels, and the fp8 checkpoint is written. Then nothing else runs, and one process after the other
-measures: tokens a second at each concurrency, base and with adapters, a step's kernels beside the
-time that their bytes take. Prints it all; appends to families.csv, kernels_step.csv and
-latent_tiles.csv. Exit code 1 if a test or a process failed.
+The tests run side by side, one process a family and one for latent attention's kernels; beside them
+one process a shape compiles its kernels, and the fp8 checkpoint is written. Then nothing else runs,
+and one process after the other measures: tokens a second at each concurrency, base and with
+adapters, a step's kernels beside the time that their bytes take. Prints it all; appends to
+families.csv, kernels_step.csv and latent_tiles.csv. Exit code 1 if a test or a process failed.
 """
 
 import argparse
@@ -31,6 +31,10 @@ from tests.model_runner.family_world import NAMES
 STEPS = ("tests", "latent", "decode")
 TESTS = "tests/model_runner/test_families_at_speed.py"
 TEST_S, LATENT_S = 170.0, 40.0
+PYTEST = (
+    "-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider", f"--timeout={TEST_S:.0f}",
+)  # fmt: skip
+LATENT_TESTS = (*PYTEST, "-m", "gpu", "-k", "mla", "tests/kernels/test_ops.py")
 SHM = Path("/dev/shm")
 CHECKPOINT_BYTES = 52 << 30  # with the adapters in the host tier
 SEED = 7
@@ -91,8 +95,7 @@ def test_words(name: str) -> list[str]:
     if name == "deepseek v2":
         halves = ("mla_query_lora", "mla_value_lora")
         ids += [f"{at}without_a_half_of_kv_b_proj_they_do_not[{half}-cuda]" for half in halves]
-    options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", f"--timeout={TEST_S:.0f}"]
-    return ["-m", "pytest", *options, *ids]
+    return [*PYTEST, *ids]
 
 
 def family_words(label: str, args: argparse.Namespace, work: Path) -> list[str]:
@@ -106,6 +109,7 @@ def prepare(args: argparse.Namespace, work: Path, end: float) -> bool:
     beside: list[Process] = []
     if "tests" in args.steps:
         beside += [start(f"test {name}", test_words(name), work) for name in NAMES]
+        beside.append(start("test latent kernels", list(LATENT_TESTS), work))
     if "decode" in args.steps:
         beside += [
             start(f"compile {label}", [*family_words(label, args, work), "--compile-only"], work)

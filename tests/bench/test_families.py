@@ -188,9 +188,9 @@ def test_all_of_it_is_started_in_order(tiny, tmp_path, monkeypatch, capsys):
         families.main()
     assert ended.value.code == 1, "one of them failed"
     kinds = [words[2].rpartition(".")[2] for words in FakeRun.told]
-    assert kinds == ["pytest"] * 9 + ["family_steps"] * 2 + ["latent_tiles"] + ["family_steps"] * 2
+    assert kinds == ["pytest"] * 10 + ["family_steps"] * 2 + ["latent_tiles"] + ["family_steps"] * 2
     compiling = ["--compile-only" in words for words in FakeRun.told]
-    assert compiling == [False] * 9 + [True] * 2 + [False] * 3
+    assert compiling == [False] * 10 + [True] * 2 + [False] * 3
     out = capsys.readouterr().out
     assert "latent: exit code 1" in out and "said something" in out
     assert json.dumps(FakeRun.told[0]).count("[gpt-oss") == 3
