@@ -58,5 +58,5 @@ tune: $(READY) ## measure tile sizes on this GPU and write them; args="--shape g
 bench-engine: $(READY) ## a full-size random model and 8 adapters, judged (needs a GPU); args="--phases closed,rescore"
 	@$(BIN)/python -m tests.bench.engine $(args)
 
-bench-families: $(READY) ## every family's GPU tests, and three more full shapes beside their floors; args="--seconds 390"
+bench-families: $(READY) ## every family's GPU tests, and three more full shapes beside their floors; args="--seconds 450"
 	@$(BIN)/python -m tests.bench.families $(args)
