@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What the loader logs for an operator of a service stands in the report.
     logging.getLogger("adapter_store").addHandler(_QUIET)
     targets = list_lora_targets(shape, family.names)
-    report = validate(args.uri, targets, limits, base_name=model.resolve().name)
+    name = model.resolve().name
+    report = validate(args.uri, targets, limits, base_name=name, base_folder=model)
     values = as_values(report, limits, args.model, shape.architecture)
     print(json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values)))
     return 1 if report.refusals else 0
@@ -100,6 +101,9 @@ def as_values(
         "skipped": dict(report.manifest.skipped),
         "warnings": list(report.manifest.warnings),
         "digest": report.digest,
+        "chat_template": bool(report.extras.chat_template),
+        "generation_defaults": dict(report.extras.sampling),
+        "eos_ids": list(report.extras.eos_ids),
     }
 
 
@@ -128,6 +132,12 @@ def as_lines(values: dict[str, Any]) -> Iterator[str]:
         f"{values['adapter_memory_bytes']:,}"
     )
     yield f"tensors   {len(values['bound'])} bound, {len(values['skipped'])} skipped"
+    if values["chat_template"]:
+        yield "brings    its own chat template"
+    if values["generation_defaults"] or values["eos_ids"]:
+        given = [f"{key} {value:g}" for key, value in values["generation_defaults"].items()]
+        given += [f"end of text {token_id}" for token_id in values["eos_ids"]]
+        yield f"brings    {', '.join(given)}"
     for name, why in values["skipped"].items():
         yield f"skipped   {name}: {why}"
     for warning in values["warnings"]:
