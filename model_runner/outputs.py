@@ -6,6 +6,7 @@ Plain values only: nothing here changes any state.
 import dataclasses
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, StoreFull
+from adapter_store.extras import AdapterExtras
 from adapter_store.ref import AdapterRef, is_digest
 from model_runner.request import (
     ErrorCode,
@@ -33,6 +34,8 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
         return ErrorCode.BAD_REQUEST, "the prompt is empty"
     if request.adapter is not None and not isinstance(request.adapter, AdapterRef):
         return ErrorCode.BAD_REQUEST, f"adapter must be an AdapterRef, not {request.adapter!r:.60}"
+    if not isinstance(request.extras_key, str | None):
+        return ErrorCode.BAD_REQUEST, "extras_key must be a string or None"
     if request.adapter_digest and not is_digest(request.adapter_digest):
         text = f"adapter_digest must be a sha256 in hex, not {request.adapter_digest!r:.80}"
         return ErrorCode.BAD_REQUEST, text
@@ -114,6 +117,13 @@ def make_end(request: Request, index: int, reason: FinishReason) -> RequestOutpu
     ids = request.token_ids
     length = len(ids) if isinstance(ids, tuple | list) else 0  # it may be refused for just that
     return RequestOutput(request.request_id, index, finish_reason=reason, num_prompt_tokens=length)
+
+
+def make_other_extras(request: Request, index: int, extras: AdapterExtras) -> RequestOutput:
+    """Its prompt was made for other extras of its adapter than there are."""
+    words = "the adapter brings another chat template or other defaults than the prompt was made with"
+    failure = make_failure(request, index, ErrorCode.OTHER_EXTRAS, words)
+    return dataclasses.replace(failure, extras=extras)
 
 
 def make_failure(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
