@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from adapter_store.errors import AdapterUnavailable
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from kernels.op import compiled_kernels, references_only
@@ -25,7 +26,7 @@ from model_runner.outputs import (
     make_end,
     make_failure,
     make_news,
-    make_other_extras,
+    other_extras,
 )
 from model_runner.request import (
     Completion,
@@ -345,11 +346,11 @@ class Engine:
             error = self.store.error_of(request.adapter)
             digest = self.store.digest_of(request.adapter)
             if error is not None:
-                failure = adapter_error(error)
-                self._refuse_arriving(request, lambda r, i, why=failure: make_failure(r, i, *why))
-            elif digest is not None and self._has_other_extras(request, digest):
-                extras = self.store.extras_of(digest)
-                self._refuse_arriving(request, lambda r, i, e=extras: make_other_extras(r, i, e))
+                self._refuse_arriving(request, adapter_error(error))
+                continue
+            extras = self.store.extras_of(digest) if digest is not None else NO_EXTRAS
+            if digest is not None and (why := other_extras(request, extras)):
+                self._refuse_arriving(request, why, extras)
             elif digest is not None:
                 del self._arriving[request_id]
                 bound = dataclasses.replace(request.adapter, revision=digest)
@@ -358,17 +359,14 @@ class Engine:
                     self.store.prefetch(bound)
                 self._admit(dataclasses.replace(request, adapter=bound))
 
-    def _has_other_extras(self, request: Request, digest: str) -> bool:
-        key = request.extras_key
-        return key is not None and key != self.store.extras_of(digest).key
-
     def _refuse_arriving(
-        self, request: Request, make: Callable[[Request, int], RequestOutput]
+        self, request: Request, why: tuple[ErrorCode, str], extras: AdapterExtras | None = None
     ) -> None:
         """End a request that the scheduler does not know yet."""
         request_id, ref = request.request_id, request.adapter
         assert ref is not None
-        self._outputs += [make(request, i) for i in self._still_wanted(request)]
+        wanted = self._still_wanted(request)
+        self._outputs += [make_failure(request, i, *why, extras) for i in wanted]
         del self._arriving[request_id], self._lives[request_id], self._submitted_s[request_id]
         self._gone.pop(request_id, None)
         self.store.forget(ref)
@@ -384,7 +382,7 @@ class Engine:
             elif (why := self._find_no_room(ref)) is not None:
                 del self._modest[request_id]
                 if request_id in self._arriving:
-                    self._refuse_arriving(request, lambda r, i, w=why: make_failure(r, i, *w))
+                    self._refuse_arriving(request, why)
                 for life in lives:
                     self.store.forget(ref)
                     self.scheduler.abort(life.seq_id)

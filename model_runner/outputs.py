@@ -86,6 +86,14 @@ def adapter_error(error: Exception) -> tuple[ErrorCode, str]:
     ), str(error)
 
 
+def other_extras(request: Request, extras: AdapterExtras) -> tuple[ErrorCode, str] | None:
+    """What is wrong where the prompt was made for other extras than its adapter brings."""
+    if request.extras_key in (None, extras.key):
+        return None
+    words = "the adapter has another chat template or other defaults than the prompt was made for"
+    return ErrorCode.OTHER_EXTRAS, words
+
+
 def make_news(
     life: Sequence,
     tokens: tuple[int, ...],
@@ -119,14 +127,8 @@ def make_end(request: Request, index: int, reason: FinishReason) -> RequestOutpu
     return RequestOutput(request.request_id, index, finish_reason=reason, num_prompt_tokens=length)
 
 
-def make_other_extras(request: Request, index: int, extras: AdapterExtras) -> RequestOutput:
-    """Its prompt was made for other extras of its adapter than there are."""
-    words = "the adapter brings another chat template or other defaults than the prompt was made with"
-    failure = make_failure(request, index, ErrorCode.OTHER_EXTRAS, words)
-    return dataclasses.replace(failure, extras=extras)
-
-
-def make_failure(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
-    return dataclasses.replace(
-        make_end(request, index, FinishReason.ERROR), error_code=code, error=why
-    )
+def make_failure(
+    request: Request, index: int, code: ErrorCode, why: str, extras: AdapterExtras | None = None
+) -> RequestOutput:
+    end = make_end(request, index, FinishReason.ERROR)
+    return dataclasses.replace(end, error_code=code, error=why, extras=extras)
