@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from deployments import metrics
 from deployments.admission import Job, chat_job, completion_job
 from deployments.api_errors import (
@@ -49,8 +50,9 @@ from deployments.tenant_labels import first_tenants
 from deployments.tenants import Target, TenantConfig, TenantDirectory
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
+from model_runner.template_sandbox import TemplateSandbox
 from model_runner.text import TextEngine, TextOutput
-from model_runner.tokenizer import Tokenizer
+from model_runner.tokenizer import TemplateRefused, Tokenizer
 
 Output = tuple[int, TextOutput]
 Outputs = AsyncGenerator[Output, None]
@@ -93,6 +95,7 @@ class Frontend:
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._settings = {model.name: model for model in config.models}
         self._defaults = {model.name: model.sampling_defaults() for model in config.models}
+        self._sandbox = TemplateSandbox()
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
@@ -119,15 +122,16 @@ class Frontend:
             outputs = stream_near_home(run, request, place)
             return self._metered(request.request_id, outputs)
 
-        return TextEngine(tokenizer, stream, backend.abort)
+        return TextEngine(tokenizer, stream, backend.abort, self._sandbox)
 
     async def _metered(
         self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        meter = self._meters[request_id]
+        meter = self._meters.get(request_id)  # none: it only asks for extras
         async with aclosing(outputs):
             async for output in outputs:
-                meter.received(output)
+                if meter is not None:
+                    meter.received(output)
                 yield output
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
@@ -201,32 +205,60 @@ class Frontend:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(ChatRequest, body)
         target = self._resolve(tenant, wire.model)
-        tenant = target.owner or tenant
-        salt = self._directory.cache_salt(tenant)
-        wire = with_defaults(wire, self._defaults[target.model])
-        tokenizer = self._texts[target.model].tokenizer
+        owner = target.owner or tenant
+        salt, text = self._directory.cache_salt(owner), self._texts[target.model]
         await self._check_size(body, target, wire.messages)
         default = self._settings[target.model].default_max_tokens
-        return self._checked(
-            await chat_job(wire, target, tenant, salt, tokenizer, default, answer_id)
-        )
+
+        async def make(extras: AdapterExtras | None) -> Job:
+            filled = self._filled(wire, target, extras)
+            return self._checked(
+                await chat_job(filled, target, owner, salt, text, default, answer_id, extras)
+            )
+
+        async def remake(extras: AdapterExtras) -> Job:
+            try:
+                return await make(extras)
+            except TemplateRefused as refusal:
+                raise ApiError(400, str(refusal), param="messages") from None
+
+        if target.adapter is None:
+            return await remake(NO_EXTRAS)
+        try:
+            job = await make(text.chats.known(target.adapter) or NO_EXTRAS)
+        except TemplateRefused:
+            # What is known of the adapter may not be true any more: the engine will tell.
+            text.chats.forget(target.adapter)
+            job = await make(None)
+        return replace(job, remake=remake)
 
     async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(CompletionRequest, body)
         target = self._resolve(tenant, wire.model)
-        tenant = target.owner or tenant
-        salt = self._directory.cache_salt(tenant)
-        wire = with_defaults(wire, self._defaults[target.model])
-        tokenizer = self._texts[target.model].tokenizer
+        owner = target.owner or tenant
+        salt, text = self._directory.cache_salt(owner), self._texts[target.model]
         given = [wire.prompt] if isinstance(wire.prompt, str) else wire.prompt
         for prompt in given:
             if isinstance(prompt, str):
                 await self._check_size(body, target, prompt)
         limit = self.config.ingress.max_prompts
-        return self._checked(
-            await completion_job(wire, target, tenant, salt, tokenizer, limit, answer_id)
-        )
+
+        async def make(extras: AdapterExtras) -> Job:
+            filled = self._filled(wire, target, extras)
+            tokenizer = text.tokenizer
+            job = await completion_job(
+                filled, target, owner, salt, tokenizer, limit, answer_id, extras
+            )
+            return replace(self._checked(job), remake=make)
+
+        return await make(text.chats.known(target.adapter) or NO_EXTRAS)
+
+    def _filled(self, wire: _Wire, target: Target, extras: AdapterExtras | None) -> _Wire:
+        """The request with what its adapter, then its base model, says of what it leaves open."""
+        if extras is not None and self._settings[target.model].generation_defaults:
+            wire = with_defaults(wire, dict(extras.sampling))
+        return with_defaults(wire, self._defaults[target.model])
 
     async def _check_size(self, body: bytes, target: Target, prompt: object) -> None:
         """Refuse early what is far too long. Errors: ApiError 400."""
@@ -284,9 +316,18 @@ class Frontend:
         num_choices = job.requests[0].sampling.n
         names = {request.request_id for request in job.requests if again}
         self._again |= names
-        streams = [text.stream(request, job.stop) for request in job.requests]
         self._meters.update((request.request_id, meter) for request in job.requests)
         try:
+            requests, remake = job.requests, _Remaker(job)
+            # What a broken connection was told of is no place to learn of another template.
+            if again and text.chats.known(job.target.adapter) is None:
+                extras = await text.ask_extras(requests[0])
+                if extras is not None and extras.key:
+                    requests = tuple([await remake(i, extras) for i in range(len(requests))])
+            streams = [
+                text.stream(request, job.stop, remake=partial(remake, number))
+                for number, request in enumerate(requests)
+            ]
             async with aclosing(interleave(streams)) as outputs:
                 async for number, output in outputs:
                     if output.error_code is not None:
@@ -358,6 +399,24 @@ class Frontend:
             yield error_events(internal_error())
         finally:
             meter.finish(CLIENT_GONE_STATUS)
+
+
+class _Remaker:
+    """Makes a job anew when its adapter turns out to bring other things: once for all prompts."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: dict[str, Job] = {}
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, number: int, extras: AdapterExtras) -> Request:
+        """One of the job's requests. Errors: ApiError."""
+        assert self._job.remake is not None
+        async with self._turn:
+            if extras.key not in self._made:
+                made = self._made[extras.key] = await self._job.remake(extras)
+                self._job.writer.take_prompt(made.writer)
+        return self._made[extras.key].requests[number]
 
 
 async def _parsed(wire: type[_Wire], body: bytes) -> _Wire:

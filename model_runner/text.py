@@ -4,11 +4,31 @@ It stands in front of a local engine or a remote one. Not for chunks on a wire (
 for templates and vocabularies (tokenizer.py). No torch.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
-from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
+from model_runner.chat_prompts import ChatPrompts
+from model_runner.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from model_runner.template_sandbox import TemplateSandbox
+from model_runner.tokenizer import IncrementalDetokenizer, TemplateRefused, Tokenizer
+
+Remake = Callable[[AdapterExtras], Awaitable[Request]]
+UNKNOWN_KEY = "?"
+"""The key of no extras: with it the engine tells those of the adapter."""
+
+UNMADE_IDS = (0,)
+"""The prompt of such a request: it is never computed."""
+
+_MAX_REMADE = 3
 
 
 @dataclass(frozen=True)
@@ -35,6 +55,7 @@ class TextOutput:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    extras: AdapterExtras | None = None
 
 
 class StopTable:
@@ -138,6 +159,8 @@ class TextEngine:
 
     stream  submits a request and gives its outputs; closing it aborts the request
     abort   ends one of n sequences: (request_id, index). None: what it still gives is dropped
+    sandbox where adapters' chat templates are rendered, None = one of its own
+    chats   makes the prompts of chats
     """
 
     def __init__(
@@ -145,13 +168,19 @@ class TextEngine:
         tokenizer: Tokenizer,
         stream: Callable[[Request], AsyncIterator[RequestOutput]],
         abort: Callable[[str, int], Awaitable[None] | None] | None = None,
+        sandbox: TemplateSandbox | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chats = ChatPrompts(tokenizer, sandbox)
         self._stream = stream
         self._abort = abort
 
     async def stream(
-        self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
+        self,
+        request: Request,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        remake: Remake | None = None,
     ) -> AsyncGenerator[TextOutput, None]:
         """The request's outputs as text, cut at the first stop string (kept if include_stop).
 
@@ -159,9 +188,92 @@ class TextEngine:
         string that ends before `min_tokens` does not count. A stop id's own text is left out, as a
         stop string's. Closing this generator closes the stream. Every sequence gets an output with
         a finish_reason: ERROR with ENGINE_DEAD if the stream ends without.
-        Errors:  ValueError for an empty stop string, before anything is submitted.
+
+        remake  makes the request anew for the extras that its adapter turns out to bring, which
+                is done before any output is given; None: that is an error output
+        Errors:  ValueError for an empty stop string, before anything is submitted; those of remake.
         """
         table = StopTable(stop) if stop else None
+        for num_left in range(_MAX_REMADE if remake is not None else 0, -1, -1):
+            extras, has_begun = None, False
+            async with aclosing(self._run(request, table, include_stop)) as outputs:
+                async for output in outputs:
+                    if not has_begun and output.extras is not None and num_left:
+                        extras = output.extras
+                        break
+                    if not has_begun and output.error_code is None and request.extras_key == "":
+                        self._remember(request, NO_EXTRAS)
+                    has_begun = True
+                    yield output
+            if extras is None or remake is None:
+                return
+            request = await remake(extras)
+            self._remember(request, extras)
+
+    async def chat(
+        self,
+        request: Request,
+        messages: Sequence[Mapping[str, object]],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+    ) -> AsyncGenerator[TextOutput, None]:
+        """`stream` of a conversation, by the adapter's own chat template where it brings one.
+
+        request  its token_ids are made here
+        Errors:  TemplateRefused; ValueError if a message is malformed.
+        """
+
+        async def make(extras: AdapterExtras) -> Request:
+            adapter, sampling = request.adapter, request.sampling
+            ids = await self.chats.encode(messages, adapter, extras, request.tenant_id)
+            if not sampling.ignore_eos:
+                stop_ids = tuple(dict.fromkeys((*sampling.stop_ids, *extras.eos_ids)))
+                sampling = replace(sampling, stop_ids=stop_ids)
+            return replace(request, token_ids=tuple(ids), sampling=sampling, extras_key=extras.key)
+
+        try:
+            made = await make(self.chats.known(request.adapter) or NO_EXTRAS)
+        except TemplateRefused:
+            if request.adapter is None:
+                raise
+            # What is known of the adapter may not be true any more: the engine will tell.
+            self.chats.forget(request.adapter)
+            made = replace(request, token_ids=UNMADE_IDS, extras_key=UNKNOWN_KEY)
+        async with aclosing(self.stream(made, stop, include_stop, make)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def ask_extras(self, request: Request) -> AdapterExtras | None:
+        """What the request's adapter brings, from the engine that would run it; None: it does not
+        say, for it cannot have the adapter."""
+        name = f"{request.request_id}-extras"
+        asking = replace(
+            request,
+            request_id=name,
+            token_ids=UNMADE_IDS,
+            sampling=SamplingParams(),
+            resumed=(),
+            extras_key=UNKNOWN_KEY,
+        )
+        outputs = self._stream(asking)
+        try:
+            async for output in outputs:
+                if output.extras is not None:
+                    self._remember(request, output.extras)
+                return output.extras
+        finally:
+            await _close(outputs)
+        return None
+
+    def _remember(self, request: Request, extras: AdapterExtras) -> None:
+        adapter = request.adapter
+        if adapter is not None and self.chats.known(adapter) != extras:
+            self.chats.remember(adapter, extras)
+
+    async def _run(
+        self, request: Request, table: StopTable | None, include_stop: bool
+    ) -> AsyncGenerator[TextOutput, None]:
+        """One run of a request, see `stream`."""
         n = request.sampling.n
         running = {i: _SequenceText(self.tokenizer, request, table, include_stop) for i in range(n)}
         outputs = self._stream(request)
@@ -299,6 +411,7 @@ def _as_text(output: RequestOutput, text: str) -> TextOutput:
         num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=output.num_output_tokens,
         prompt_logprobs=output.prompt_logprobs,
+        extras=output.extras,
     )
 
 
