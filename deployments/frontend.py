@@ -111,6 +111,10 @@ class Frontend:
         )
         self._started_at = int(time.time())
 
+    def stop(self) -> None:
+        """End the processes that it started. Blocks."""
+        self._sandbox.close()
+
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
             adapter_id = request.adapter.adapter_id if request.adapter else ""
