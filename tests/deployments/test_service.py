@@ -432,32 +432,6 @@ def test_adapters_that_cannot_be_had(
     assert answer.choices[0].message.content == line["base"]
 
 
-async def test_an_adapters_own_template_makes_its_chats(service: Service) -> None:
-    own, endless = service.async_client("stubborn"), service.async_client("stubborn")
-    messages: Any = [{"role": "user", "content": QUESTIONS[0]["question"]}]
-
-    async def ask_looping() -> None:
-        with pytest.raises(
-            openai.BadRequestError, match="template of adapter stubborn/looping.*50"
-        ):
-            await endless.chat.completions.create(model="looping", messages=messages)
-
-    alone = text_of(service.url, "formal")
-    with Company(service.url, "formal", alone):
-        loops = [asyncio.ensure_future(ask_looping()) for _ in range(20)]
-        for _ in range(2):
-            answer = await own.chat.completions.create(
-                model="own", messages=messages, temperature=0
-            )
-            assert answer.choices[0].message.content == QUESTIONS[1]["pirate"]
-            stream = await own.chat.completions.create(
-                model="own", messages=messages, temperature=0, stream=True
-            )
-            texts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
-            assert "".join(texts) == QUESTIONS[1]["pirate"]
-        await asyncio.gather(*loops)
-
-
 def mixed_jobs(number: int, suffix: str = "") -> list[tuple[str, str, str]]:
     """(tenant, model, question): tenants and the base take turns."""
     jobs = []
@@ -794,6 +768,32 @@ def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
         assert ask(client, name, line["question"]).choices[0].message.content == line[style]
     with pytest.raises(openai.BadRequestError, match="`demo:tone`, `small:tone`"):
         ask(client, "tone", line["question"])
+
+
+async def test_an_adapters_own_template_makes_its_chats(service: Service) -> None:
+    own, endless = service.async_client("stubborn"), service.async_client("stubborn")
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]["question"]}]
+
+    async def ask_looping() -> None:
+        with pytest.raises(
+            openai.BadRequestError, match="template of adapter stubborn/looping.*50"
+        ):
+            await endless.chat.completions.create(model="looping", messages=messages)
+
+    alone = text_of(service.url, "formal")
+    with Company(service.url, "formal", alone):
+        loops = [asyncio.ensure_future(ask_looping()) for _ in range(20)]
+        for _ in range(2):
+            answer = await own.chat.completions.create(
+                model="own", messages=messages, temperature=0
+            )
+            assert answer.choices[0].message.content == QUESTIONS[1]["pirate"]
+            stream = await own.chat.completions.create(
+                model="own", messages=messages, temperature=0, stream=True
+            )
+            texts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+            assert "".join(texts) == QUESTIONS[1]["pirate"]
+        await asyncio.gather(*loops)
 
 
 def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
