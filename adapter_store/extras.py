@@ -46,6 +46,19 @@ class AdapterExtras:
 NO_EXTRAS = AdapterExtras()
 
 
+def extras_from_json(said: Mapping[str, Any]) -> AdapterExtras:
+    """What `asdict` made and JSON carried: its lists are the tuples that they were.
+
+    Errors:  KeyError, TypeError, ValueError for what is no such thing.
+    """
+    return AdapterExtras(
+        chat_template=said["chat_template"],
+        special_tokens=tuple((name, token) for name, token in said["special_tokens"]),
+        sampling=tuple((key, value) for key, value in said["sampling"]),
+        eos_ids=tuple(said["eos_ids"]),
+    )
+
+
 @dataclass(frozen=True)
 class FoundExtras:
     """What a folder was found to bring.

@@ -22,8 +22,9 @@ from adapter_store.errors import (
     AdapterNotFound,
     AdapterUnavailable,
 )
-from adapter_store.extras import NO_EXTRAS, AdapterExtras
-from adapter_store.formats.extras_files import BaseTokens, read_extras
+from adapter_store.extras import NO_EXTRAS, AdapterExtras, FoundExtras
+from adapter_store.formats.extras_files import BaseTokens, brings_extras
+from adapter_store.formats.extras_process import read_extras_apart
 from adapter_store.host_cache import HostCache
 from adapter_store.packed import (
     PackedAdapter,
@@ -82,7 +83,7 @@ class AdapterLoader:
         contents: KnownContents,
         base_folder: Path | None = None,
     ) -> None:
-        self._base = BaseTokens(base_folder)
+        self._base_folder, self._base = base_folder, BaseTokens(base_folder)
         self._targets = tuple(targets)
         self._dtype = dtype
         self._cache = cache
@@ -226,7 +227,7 @@ class AdapterLoader:
         self._contents.saw(uri, digest, revision)
 
     def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
-        extras = read_extras(folder, self._base)
+        extras = self._read_extras(folder)
         weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
         for warning in weights.manifest.warnings:
             _log.warning("adapter %s: %s", ref, warning)
@@ -239,6 +240,11 @@ class AdapterLoader:
 
         self._cache.write(digest, self._targets, self._dtype, size, fill)
         return self.open(digest)
+
+    def _read_extras(self, folder: Path) -> FoundExtras:
+        if not brings_extras(folder):
+            return FoundExtras()
+        return FoundExtras(read_extras_apart(folder, self._base_folder), self._base.digest)
 
     def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
         with self._lock:

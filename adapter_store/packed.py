@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.extras import AdapterExtras, FoundExtras
+from adapter_store.extras import FoundExtras, extras_from_json
 from adapter_store.packed_layout import (
     ALIGN_BYTES,
     FORMAT_VERSION,
@@ -261,23 +261,13 @@ def _read_header(
             raise PackedFileError("made for another model, dtype or version")
         layout = _read_layout(header, targets, dtype)
         digest, crc = str(header["digest"]), int(header["crc32"], 16)
-        found = FoundExtras(_read_extras(header["extras"]), str(header["extras_base"]))
+        found = FoundExtras(extras_from_json(header["extras"]), str(header["extras_base"]))
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PackedFileError(f"damaged header: {type(e).__name__} {e}") from e
     start = _data_start(16 + length)
     if size != start + layout.num_bytes or header["data_bytes"] != layout.num_bytes:
         raise PackedFileError(f"{size} bytes instead of {start + layout.num_bytes}")
     return digest, layout, start, crc, found
-
-
-def _read_extras(said: Mapping[str, Any]) -> AdapterExtras:
-    """Lists of JSON as the tuples that they were."""
-    return AdapterExtras(
-        chat_template=said["chat_template"],
-        special_tokens=tuple((name, token) for name, token in said["special_tokens"]),
-        sampling=tuple((key, value) for key, value in said["sampling"]),
-        eos_ids=tuple(said["eos_ids"]),
-    )
 
 
 def _read_layout(

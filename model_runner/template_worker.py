@@ -292,6 +292,12 @@ def _write(pipe: int, data: bytes) -> None:
 
 def main() -> None:
     """Answer until the other side has gone."""
+    # Whoever started this may have blocked or ignored the signals that end children.
+    clocks = {signal.SIGPROF, signal.SIGALRM}
+    for clock in clocks:
+        signal.signal(clock, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, clocks)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's: the other side will go, or not
     with socket.socket(fileno=0) as line:
         zygote = Zygote()
         gc.freeze()  # children touch, and so copy, less

@@ -1,7 +1,7 @@
 """`TextEngine`: the text of what an engine streams as ids, cut at stop strings.
 
 It stands in front of a local engine or a remote one. Not for chunks on a wire (the service's), nor
-for templates and vocabularies (tokenizer.py). No torch.
+for vocabularies (tokenizer.py) and templates (chat_prompts.py). No torch.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence

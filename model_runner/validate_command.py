@@ -1,7 +1,8 @@
 """`python -m adapter_store validate URI --model DIR`: would this adapter be served? If not, why?
 
-Of the model only config.json is read, and no GPU is asked for: the numbers are those of an engine
-on a GPU, or on a CPU with `--device cpu`. An engine has one GPU, so an adapter lies there whole.
+Of the model only config.json is read, and its tokenizer's files where the adapter brings such. No
+GPU is asked for: the numbers are those of an engine on a GPU, or on a CPU with `--device cpu`. An
+engine has one GPU, so an adapter lies there whole.
 S3 is reached as the environment says (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...).
 Exit code: 0 it would be served, 1 it would be refused or is not there, 2 the question makes no
 sense (unknown option, no such model). Not here: the judgement itself (adapter_store/validation.py).

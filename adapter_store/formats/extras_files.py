@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.extras import AdapterExtras, FoundExtras, sampling_fields
+from adapter_store.extras import AdapterExtras, sampling_fields
 from adapter_store.formats.bounded_files import parse_json, read_small, shown
 from adapter_store.sources.source import (
     GENERATION_FILE,
@@ -70,7 +70,12 @@ class BaseTokens:
         return path.read_bytes() if path and path.is_file() else b""
 
 
-def read_extras(folder: Path, base: BaseTokens) -> FoundExtras:
+def brings_extras(folder: Path) -> bool:
+    """Whether anything lies beside the weights."""
+    return any((folder / name).exists() for name in OPTIONAL_FILES)
+
+
+def read_extras(folder: Path, base: BaseTokens) -> AdapterExtras:
     """What a fetched adapter brings.
 
     Errors:  AdapterInvalid: "tokenizer" for one that is not the base's, with the first id that
@@ -78,14 +83,11 @@ def read_extras(folder: Path, base: BaseTokens) -> FoundExtras:
              generation_config.json, with the key; "file" for one that is too large.
     """
     there = [name for name in OPTIONAL_FILES if (folder / name).exists()]
-    if not there:
-        return FoundExtras()
     raw = {name: read_small(folder / name, OPTIONAL_FILES[name]) for name in there}
     config = _parse(raw, TOKENIZER_CONFIG_FILE, "tokenizer")
     if TOKENIZER_FILE in raw or TOKENIZER_CONFIG_FILE in raw:
         _check_tokens(raw, config, base)
-    extras = AdapterExtras(**_chat_part(raw, config, base), **_sampling_part(raw, base))
-    return FoundExtras(extras, base.digest)
+    return AdapterExtras(**_chat_part(raw, config, base), **_sampling_part(raw, base))
 
 
 def _check_tokens(raw: Mapping[str, bytes], config: Mapping[str, Any], base: BaseTokens) -> None:

@@ -48,7 +48,7 @@ def base(tmp_path: Path) -> BaseTokens:
 
 
 def found(folder: Path, base: BaseTokens, **files: Any) -> AdapterExtras:
-    return read_extras(write(folder, **files), base).extras
+    return read_extras(write(folder, **files), base)
 
 
 @pytest.mark.parametrize(

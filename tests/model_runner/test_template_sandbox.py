@@ -164,6 +164,15 @@ async def test_nothing_of_this_process_is_there(
     assert b"a-secret" not in Path(f"/proc/{worker}/environ").read_bytes()
 
 
+async def test_whoever_starts_it_may_block_the_signals(sandbox: TemplateSandbox) -> None:
+    """A thread's mask goes to the processes that it starts."""
+    clocks = {signal.SIGPROF, signal.SIGALRM}
+    blocked = sandbox._threads.submit(signal.pthread_sigmask, signal.SIG_BLOCK, clocks)
+    blocked.result()
+    with pytest.raises(TemplateFailure, match="more than 50 ms"):
+        await sandbox.render("t", LOOP, KNOWN)
+
+
 def _children() -> set[int]:
     """Of this process: template workers alone."""
     found = set()
