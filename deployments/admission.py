@@ -45,6 +45,24 @@ class Job:
     remake: Callable[[AdapterExtras], Awaitable["Job"]] | None = None
 
 
+class Remaker:
+    """Makes a job anew when its adapter turns out to bring other things: once for all prompts."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: dict[str, Job] = {}
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, number: int, extras: AdapterExtras) -> Request:
+        """One of the job's requests. Errors: ApiError."""
+        assert self._job.remake is not None
+        async with self._turn:
+            if extras.key not in self._made:
+                made = self._made[extras.key] = await self._job.remake(extras)
+                self._job.writer.take_prompt(made.writer)
+        return self._made[extras.key].requests[number]
+
+
 async def chat_job(
     wire: ChatRequest,
     target: Target,

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from deployments import metrics
-from deployments.admission import Job, chat_job, completion_job
+from deployments.admission import Job, Remaker, chat_job, completion_job
 from deployments.api_errors import (
     CLIENT_GONE_STATUS,
     ApiError,
@@ -322,7 +322,7 @@ class Frontend:
         self._again |= names
         self._meters.update((request.request_id, meter) for request in job.requests)
         try:
-            requests, remake = job.requests, _Remaker(job)
+            requests, remake = job.requests, Remaker(job)
             # What a broken connection was told of is no place to learn of another template.
             if again and text.chats.known(job.target.adapter) is None:
                 extras = await text.ask_extras(requests[0])
@@ -403,24 +403,6 @@ class Frontend:
             yield error_events(internal_error())
         finally:
             meter.finish(CLIENT_GONE_STATUS)
-
-
-class _Remaker:
-    """Makes a job anew when its adapter turns out to bring other things: once for all prompts."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._made: dict[str, Job] = {}
-        self._turn = asyncio.Lock()
-
-    async def __call__(self, number: int, extras: AdapterExtras) -> Request:
-        """One of the job's requests. Errors: ApiError."""
-        assert self._job.remake is not None
-        async with self._turn:
-            if extras.key not in self._made:
-                made = self._made[extras.key] = await self._job.remake(extras)
-                self._job.writer.take_prompt(made.writer)
-        return self._made[extras.key].requests[number]
 
 
 async def _parsed(wire: type[_Wire], body: bytes) -> _Wire:

@@ -47,6 +47,7 @@ LAW = {
     "model_runner.stats": "adapter_store.ref",
     "model_runner.command_line": "yaml adapter_store.ref model_runner",
     "model_runner.tokenizer": "transformers model_runner.request",
+    "model_runner.stop_strings": "",
     "model_runner.template_worker": "jinja2",
     "model_runner.template_sandbox": "model_runner.template_worker",
     "model_runner.chat_prompts": (
@@ -55,7 +56,7 @@ LAW = {
     ),
     "model_runner.text": (
         "adapter_store.ref adapter_store.extras model_runner.request model_runner.tokenizer "
-        "model_runner.template_sandbox model_runner.chat_prompts"
+        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings"
     ),
     "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
