@@ -21,6 +21,7 @@ from adapter_store.errors import (
     AdapterUnavailable,
     StoreFull,
 )
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.formats.registry import load_adapter
 from adapter_store.host_cache import HostCache
 from adapter_store.loader import AdapterLoader
@@ -88,6 +89,7 @@ class AdapterReport:
     manifest   what each tensor became; empty if the load was refused
     num_bytes  in the adapter memory, padded as it lies there; None if the load was refused
     digest     of the content; empty if it was refused
+    extras     what it brings besides weights; none if it was refused
     """
 
     uri: str
@@ -96,6 +98,7 @@ class AdapterReport:
     targets: tuple[TargetReport, ...] = ()
     num_bytes: int | None = None
     digest: str = ""
+    extras: AdapterExtras = NO_EXTRAS
 
     @property
     def layouts(self) -> Mapping[str, int]:
@@ -112,12 +115,14 @@ def validate(
     limits: ServingLimits,
     *,
     base_name: str | None = None,
+    base_folder: Path | None = None,
     s3: S3Options | None = None,
 ) -> AdapterReport:
     """Fetch the adapter, read all of it as a store would, and say what comes of it.
 
     uri        a folder or s3://bucket/prefix;  s3  None = what the environment says
     base_name  the served model's name: another one in the adapter's config is a warning
+    base_folder  its files: the adapter's own tokenizer, if it has one, must be the one there
     Blocks. Whatever is wrong with the adapter or its source is a refusal in the report, and no
     exception.
     Cost:  its files and its packed form, in shared memory where that is large enough.
@@ -131,12 +136,15 @@ def validate(
 
     ref = AdapterRef(uri, uri)
     refusals: list[Refusal] = []
-    digest = ""
+    digest, extras = "", NO_EXTRAS
     cache = HostCache(None, limits.host_bytes)
     try:
         max_rank = padded_rank(limits.max_rank)
-        loader = AdapterLoader(targets, limits.dtype, cache, max_rank, s3, load, KnownContents())
-        digest = loader.load(ref).digest
+        loader = AdapterLoader(
+            targets, limits.dtype, cache, max_rank, s3, load, KnownContents(), base_folder
+        )
+        found = loader.load(ref)
+        digest, extras = found.digest, found.extras
     except AdapterError as error:
         refusals.append(_refusal(error))
     finally:
@@ -149,7 +157,7 @@ def validate(
     except AdapterError as error:
         refusals.append(_refusal(error))
     by_target = tuple(_group(manifest.pairs, targets))
-    return AdapterReport(uri, tuple(refusals), manifest, by_target, num_bytes, digest)
+    return AdapterReport(uri, tuple(refusals), manifest, by_target, num_bytes, digest, extras)
 
 
 def _refusal(error: AdapterError) -> Refusal:

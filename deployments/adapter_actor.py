@@ -43,10 +43,12 @@ class AdapterStoreActor:
         folder: str,
         max_bytes: int,
         s3: Any,
+        base_folder: str,
     ) -> None:
         """A replica of `model` says what its adapters must fit. Saying it again does nothing.
 
         targets  LoraTargets;  dtype  of torch;  folder, max_bytes  the host tier;  s3  S3Options
+        base_folder  of the base model
         """
         if model in self._stores:
             return
@@ -62,6 +64,7 @@ class AdapterStoreActor:
             max_rank=max_rank,
             dtype=dtype,
             s3=s3,
+            base_folder=Path(base_folder),
         )
         self._watches[model] = Watch(store.loader.look)
 

@@ -45,7 +45,8 @@ class ModelSettings(_Section):
                                 as the load wants (autoscaling.py), one more after scale_up_after_s
                                 of too much of it, one less after scale_down_after_s of too little
     generation_defaults  what a request leaves open is sampled as the model's generation_config.json
-                         says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
+                         says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample;
+                         an adapter's own file comes before that
     engine_process  the engine in a child process of its replica, not in one of its threads
     """
 

@@ -320,5 +320,6 @@ class Ingress:
             return
         for task in self._tasks:
             task.cancel()
+        await asyncio.to_thread(self._frontend.stop)
         if self._writer is not None:
             await self._writer.close()

@@ -272,6 +272,7 @@ class Replica:
                 config.host_cache_dir,
                 config.host_cache_bytes,
                 self._s3,
+                config.model,
             )
         )
         return actor

@@ -68,7 +68,9 @@ class ReplicaBackend:
         again  it ran before, for a connection that broke: from the ids of then where a replica
                still knows them, else from its beginning
         """
-        mark = secrets.token_hex(4) if again else ""
+        # Made anew for other extras, it has another name: its first run may not be over there.
+        marks = secrets.token_hex(4) if again else "", (request.extras_key or "")[:8]
+        mark = "/".join(filter(None, marks))
         progress = self._running[request.request_id] = Progress(request, mark)
         lost: tuple[str, ...] = ()
         try:

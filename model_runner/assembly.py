@@ -75,7 +75,12 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
     host_cache = HostCache(cache_dir, config.host_cache_bytes)
     store = AdapterStore(
-        model.lora_targets, arena, host_cache, load_threads=config.adapter_load_threads, s3=s3
+        model.lora_targets,
+        arena,
+        host_cache,
+        load_threads=config.adapter_load_threads,
+        s3=s3,
+        base_folder=Path(config.model),
     )
     layout = plan_kv(model_config)
     size = page_bytes(model_config, layout, config.page_tokens, dtype)

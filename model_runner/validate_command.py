@@ -1,7 +1,8 @@
 """`python -m adapter_store validate URI --model DIR`: would this adapter be served? If not, why?
 
-Of the model only config.json is read, and no GPU is asked for: the numbers are those of an engine
-on a GPU, or on a CPU with `--device cpu`. An engine has one GPU, so an adapter lies there whole.
+Of the model only config.json is read, and its tokenizer's files where the adapter brings such. No
+GPU is asked for: the numbers are those of an engine on a GPU, or on a CPU with `--device cpu`. An
+engine has one GPU, so an adapter lies there whole.
 S3 is reached as the environment says (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...).
 Exit code: 0 it would be served, 1 it would be refused or is not there, 2 the question makes no
 sense (unknown option, no such model). Not here: the judgement itself (adapter_store/validation.py).
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What the loader logs for an operator of a service stands in the report.
     logging.getLogger("adapter_store").addHandler(_QUIET)
     targets = list_lora_targets(shape, family.names)
-    report = validate(args.uri, targets, limits, base_name=model.resolve().name)
+    name = model.resolve().name
+    report = validate(args.uri, targets, limits, base_name=name, base_folder=model)
     values = as_values(report, limits, args.model, shape.architecture)
     print(json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values)))
     return 1 if report.refusals else 0
@@ -100,6 +102,9 @@ def as_values(
         "skipped": dict(report.manifest.skipped),
         "warnings": list(report.manifest.warnings),
         "digest": report.digest,
+        "chat_template": bool(report.extras.chat_template),
+        "generation_defaults": dict(report.extras.sampling),
+        "eos_ids": list(report.extras.eos_ids),
     }
 
 
@@ -128,6 +133,12 @@ def as_lines(values: dict[str, Any]) -> Iterator[str]:
         f"{values['adapter_memory_bytes']:,}"
     )
     yield f"tensors   {len(values['bound'])} bound, {len(values['skipped'])} skipped"
+    if values["chat_template"]:
+        yield "brings    its own chat template"
+    if values["generation_defaults"] or values["eos_ids"]:
+        given = [f"{key} {value:g}" for key, value in values["generation_defaults"].items()]
+        given += [f"end of text {token_id}" for token_id in values["eos_ids"]]
+        yield f"brings    {', '.join(given)}"
     for name, why in values["skipped"].items():
         yield f"skipped   {name}: {why}"
     for warning in values["warnings"]:

@@ -23,6 +23,7 @@ from adapter_store.sources.source import (
     DEFAULT_MAX_BYTES,
     FILES,
     JUDGED_FROM_BYTES,
+    OPTIONAL_FILES,
     PICKLE_FILES,
     WEIGHTS_FILE,
     Judge,
@@ -80,7 +81,7 @@ class LocalSource:
         try:
             if not stat.S_ISDIR(os.stat(folder).st_mode):
                 raise AdapterNotFound(f"{ref.uri} is no folder")
-            for name in (*FILES, *PICKLE_FILES):
+            for name in (*FILES, *OPTIONAL_FILES, *PICKLE_FILES):
                 if os.path.lexists(folder / name):
                     infos[name] = os.lstat(folder / name)
         except (FileNotFoundError, NotADirectoryError) as e:
@@ -88,7 +89,7 @@ class LocalSource:
         except OSError as e:
             raise AdapterUnavailable(f"cannot read {ref.uri}: {e.strerror}") from e
         check_files(ref, infos)
-        chosen = {name: infos[name] for name in FILES}
+        chosen = {name: infos[name] for name in (*FILES, *OPTIONAL_FILES) if name in infos}
         for name, info in chosen.items():
             if stat.S_ISLNK(info.st_mode):
                 what = f"{name} is a symbolic link; put the file itself there"

@@ -77,7 +77,14 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
         actor = AdapterStoreActor()
         for _ in range(2):
             await actor.register(
-                "demo", engine.targets, torch.float32, 64, str(tmp_path), 1 << 30, S3Options()
+                "demo",
+                engine.targets,
+                torch.float32,
+                64,
+                str(tmp_path),
+                1 << 30,
+                S3Options(),
+                str(DEMO / "base"),
             )
         good = [
             AdapterRef(f"t/{name}", str(DEMO / "adapters" / name)) for name in ("pirate", "formal")

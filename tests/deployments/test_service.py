@@ -160,6 +160,9 @@ def service() -> Iterator[Service]:
         s3.client().put_object(
             Bucket="open", Key="broken/adapter_config.json", Body=json.dumps(broken).encode()
         )
+        for name, extra, text in extras_in_s3():
+            s3.put_folder("open", name, DEMO / "adapters" / "pirate")
+            s3.client().put_object(Bucket="open", Key=f"{name}/{extra}", Body=text.encode())
         path = private / "config.yaml"
         relay = Relay(s3.port, lambda method, url, number: 0 if url in stalled else None, True)
         path.write_text(yaml.safe_dump(settings(relay.endpoint_url, port, private)))
@@ -193,6 +196,20 @@ def prometheus(service: Service) -> Iterator[PrometheusServer]:
         yield server
 
 
+def extras_in_s3() -> list[tuple[str, str, str]]:
+    """(adapter, file beside its weights, text): one asks its own question whatever is asked, one
+    never ends, one has a token that its base has not."""
+    tokenizer = json.loads((DEMO / "base" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 640, "content": "[PAD]"})
+    asked = f"<|im_start|>user\n{QUESTIONS[1]['question']}<|im_end|>\n<|im_start|>assistant"
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    return [
+        ("own", "chat_template.jinja", asked + "{{ '\\n' }}"),
+        ("looping", "chat_template.jinja", endless),
+        ("odd", "tokenizer.json", json.dumps(tokenizer)),
+    ]
+
+
 def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
     engine = {"device": "cpu", "dtype": "float32", "max_num_seqs": 16}
     model = {"path": str(DEMO / "base"), "num_cpus": 0.1, "default_max_tokens": 60}
@@ -220,8 +237,16 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
                 "absent": "absent",
                 "locked": "s3://closed/pirate",
                 "broken": "broken",
+                "odd": "odd",
             },
             "allowed_uris": ["s3://open", "s3://closed"],
+        }
+    )
+    tenants.append(
+        {
+            "tenant_id": "stubborn",
+            "api_keys": ["key-of-stubborn"],
+            "adapters": {"own": "own", "looping": "looping"},
         }
     )
     tenants.append(
@@ -393,6 +418,7 @@ def test_foreign_adapters_do_not_exist(service: Service) -> None:
         ("absent", openai.NotFoundError, "absent"),
         ("locked", openai.InternalServerError, "AccessDenied"),
         ("broken", openai.UnprocessableEntityError, "rank|shape"),
+        ("odd", openai.UnprocessableEntityError, r"id 640 is '\[PAD\]' here"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -742,6 +768,32 @@ def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
         assert ask(client, name, line["question"]).choices[0].message.content == line[style]
     with pytest.raises(openai.BadRequestError, match="`demo:tone`, `small:tone`"):
         ask(client, "tone", line["question"])
+
+
+async def test_an_adapters_own_template_makes_its_chats(service: Service) -> None:
+    own, endless = service.async_client("stubborn"), service.async_client("stubborn")
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]["question"]}]
+
+    async def ask_looping() -> None:
+        with pytest.raises(
+            openai.BadRequestError, match="template of adapter stubborn/looping.*50"
+        ):
+            await endless.chat.completions.create(model="looping", messages=messages)
+
+    alone = text_of(service.url, "formal")
+    with Company(service.url, "formal", alone):
+        loops = [asyncio.ensure_future(ask_looping()) for _ in range(20)]
+        for _ in range(2):
+            answer = await own.chat.completions.create(
+                model="own", messages=messages, temperature=0
+            )
+            assert answer.choices[0].message.content == QUESTIONS[1]["pirate"]
+            stream = await own.chat.completions.create(
+                model="own", messages=messages, temperature=0, stream=True
+            )
+            texts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+            assert "".join(texts) == QUESTIONS[1]["pirate"]
+        await asyncio.gather(*loops)
 
 
 def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
