@@ -16,6 +16,7 @@ from typing import Any
 
 from adapter_store.packed_layout import dtype_name, largest_adapter
 from adapter_store.validation import AdapterReport, ServingLimits, validate
+from adapter_store.weights import assuming
 from model_runner.assembly import arena_bytes, choose_dtypes, read_model_config
 from model_runner.command_line import read_config
 from model_runner.models.lora_targets import list_lora_targets
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # What the loader logs for an operator of a service stands in the report.
     logging.getLogger("adapter_store").addHandler(_QUIET)
-    targets = list_lora_targets(shape, family.names)
+    targets = assuming(list_lora_targets(shape, family.names), config.assume_transformers)
     report = validate(args.uri, targets, limits, base_name=model.resolve().name)
     values = as_values(report, limits, args.model, shape.architecture)
     print(json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound
 from adapter_store.formats.registry import load_adapter
-from adapter_store.weights import AdapterWeights, LoraTarget, merge_delta
+from adapter_store.weights import AdapterWeights, LoraTarget, assuming, merge_delta
 from tests.golden import GOLDEN, golden_targets, load_cases
 
 H, INNER, E, R = 6, 6, 3, 2  # down is square, gate_up is not
@@ -134,7 +134,7 @@ def test_a_lone_square_down_is_read_by_the_versions(
         peft_version=version,
         target_parameters=["experts.down_proj"],
     )
-    weights = load_adapter(folder, targets, assume_transformers=transformers)
+    weights = load_adapter(folder, assuming(targets, transformers or 0))
     expected = _natural(a, b).transpose(1, 2) if swapped else _natural(a, b)
     torch.testing.assert_close(_delta(weights, targets[1]), expected)
     (warning,) = weights.manifest.warnings
@@ -153,7 +153,7 @@ def test_a_lone_square_down_without_a_release_is_refused(
 def test_transformers_4_wrote_no_flat_experts_for_split_families(tmp_path: Path) -> None:
     fields = {"peft_version": "0.21.2", "target_parameters": ["down_proj"]}
     folder = _write(tmp_path / "a", _pair(X, *_flat(INNER, H)), **fields)
-    _refused(folder, "ambiguous_layout", X, assume_transformers=4)
+    _refused(folder, "ambiguous_layout", X, targets=assuming(TARGETS, 4))
 
 
 @pytest.mark.parametrize("entries", [None, ["gate_up_proj", "down_proj"], ["layers.1.down_proj"]])
