@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound
@@ -296,6 +296,53 @@ def test_every_golden_tensor_is_bound_or_skipped(case: Any) -> None:
     manifest = weights.manifest
     assert set(manifest.bound) | set(manifest.skipped) == names
     assert len(manifest.bound) + len(manifest.skipped) == len(names)
+
+
+ONE_OF_EACH = (
+    "llama-embed_head_copies_r4",
+    "gpt_oss-all_r4_peft021",
+    "qwen3_moe-experts_r4_peft018",
+    "qwen3_moe-synth_shared_outer_w123",
+    "mixtral-per_expert_up_only_r4_tf4",
+    "gpt_oss-synth_gate_up_projs_subset",
+    "llama4_text-synth_3d",
+)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_each_bound_tensor_is_felt_and_each_misspelled_one_refused(
+    name: str, tmp_path: Path
+) -> None:
+    """No tensor is reported as bound and then lost, and no name that is nearly right is dropped."""
+    (case,) = (c for c in load_cases("logits") if c.id == name)
+    assert case.adapter is not None
+    targets = golden_targets(case.model)
+    tensors = load_file(case.adapter / "adapter_model.safetensors")
+    fields = json.loads((case.adapter / "adapter_config.json").read_text())
+    plain = load_adapter(case.adapter, targets)
+
+    def load(changed: dict[str, Tensor]) -> AdapterWeights:
+        return load_adapter(_write(tmp_path, changed, **fields), targets)
+
+    for pair in plain.manifest.pairs:
+        for tensor in (pair.a, pair.b):
+            found = load(tensors | {tensor: tensors[tensor] * 2}).factors
+            differ = {
+                target
+                for target, factors in plain.factors.items()
+                if not torch.equal(factors.a, found[target].a)
+                or not torch.equal(factors.b, found[target].b)
+            }
+            assert differ == {pair.target}, tensor
+    for tensor in plain.manifest.skipped:
+        found = load(tensors | {tensor: tensors[tensor] * 2}).factors
+        assert all(torch.equal(found[t].b, f.b) for t, f in plain.factors.items())
+    for tensor in tensors:
+        for wrong in (f"x.{tensor}", f"{tensor}.x", tensor.replace("lora_", "Lora_"),
+                      tensor.replace("model.layers.", "model.layers.9")):  # fmt: skip
+            if wrong != tensor:
+                with pytest.raises(AdapterInvalid):
+                    load(tensors | {wrong: tensors[tensor].clone()})
 
 
 # ---- ranks, scales, dtypes
