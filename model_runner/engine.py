@@ -468,6 +468,11 @@ class Engine:
         # And once a row that is not plain.
         general = dataclasses.replace(sampling, temperature=1.0, top_p=0.5, seed=1)
         requests = [Request(f"warm-{i}", (1,) * n, sampling) for i, n in enumerate(lengths)]
+        # A prompt whose tokens are scored takes the head for all but one of them.
+        scored = dataclasses.replace(sampling, prompt_logprobs=1)
+        requests += [
+            Request(f"warm-scored-{n}", (1,) * (n + 1), scored) for n in lengths if n < most
+        ]
         for request in (*requests, Request("warm-general", (1,), general)):
             self.generate([request])
         self.arena.watched_slots.discard(-1)

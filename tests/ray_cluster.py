@@ -140,7 +140,8 @@ def settings(port: int, private: Path) -> dict[str, Any]:
             "host_cache_dir": str(private / "host-tier"),
         },
         "tenants": tenants,
-        "ingress": {"num_replicas": 2, "num_cpus": 0.9},
+        # With a comment every half second, a silent stream means a path that is dead.
+        "ingress": {"num_replicas": 2, "num_cpus": 0.9, "keep_alive_s": 0.5},
         "http": {"port": port},
     }
 

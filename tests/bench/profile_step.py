@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--tokens-in", type=int, default=1600)
     parser.add_argument("--tokens-out", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--top", type=int, default=24)
     parser.add_argument("--config", default="{}", help="JSON fields of EngineConfig")

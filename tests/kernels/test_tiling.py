@@ -162,12 +162,13 @@ def test_powers_of_two_warm_every_choice(top_k: int, num_experts: int) -> None:
             moe_block_m(num_tokens, top_k, num_experts),
         )
         plain_ops = (tiles_for("lora_shrink", tokens, "NVIDIA H200"), slot_block_m(num_tokens))
-        decode_ops = tuple(
+        # Each a kernel of its own: what is compiled for one does not hang on the other.
+        decode_ops = (
             decode_tiles(rows["rows"], 2880, 4096, 32, "NVIDIA H200") for rows in (pairs, tokens)
         )
-        return expert_ops, plain_ops, decode_ops
+        return expert_ops, plain_ops, *decode_ops
 
-    for which in (0, 1, 2):
+    for which in range(4):
         warm = {choice(1 << i)[which] for i in range(12)}
         assert {choice(n)[which] for n in range(1, 2049)} == warm
 
@@ -175,10 +176,11 @@ def test_powers_of_two_warm_every_choice(top_k: int, num_experts: int) -> None:
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", ""])
 def test_packed_decode_reads_eight_rows_a_tile(gpu: str) -> None:
     """Up to 32 tokens of 4 experts each: few of 32 experts have more rows than that."""
-    for tokens, block_m in ((1, 8), (8, 8), (32, 8), (64, 128), (2048, 128)):
+    for tokens in (1, 8, 32, 64, 2048):
         for out in (5760, 2880):
             shape = {"rows": 4 * tokens, "out": out, "in": 2880}
-            assert tiles_for("moe_gemm_packed", shape, gpu).block_m == block_m
+            block_m = tiles_for("moe_gemm_packed", shape, gpu).block_m
+            assert block_m == 8 if tokens <= 32 else block_m >= 64
 
 
 def test_plain_lora_has_larger_tiles_in_a_prefill() -> None:

@@ -372,9 +372,10 @@ def test_a_small_tune_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (path,) = tmp_path.glob("*.json")
     content = json.loads(path.read_text())
     parse_tiles(content, path.name)
-    assert set(content["measured"]) == set(NAMES) - {"moe_gemm"}
     (log,) = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     times = [line for line in lines if "us" in line]
+    # The small model's experts are MXFP4; what the shipped file says of others stays.
+    assert {line["op"] for line in times} == set(NAMES) - {"moe_gemm"} <= set(content["measured"])
     assert times and sum(line["us"] is None for line in times) < len(times) / 2
     load_tiles.cache_clear()

@@ -122,7 +122,7 @@ def slow_down(engine: Engine, pause_ms: float) -> None:
 
 
 class Traffic:
-    """A few requests of each kind at a time, the next as soon as one has ended; answers checked."""
+    """A request of each kind at a time, the next as soon as one has ended; answers checked."""
 
     def __init__(self, answers: dict, poison_ref: AdapterRef) -> None:
         self.answers, self.poison_ref = answers, poison_ref
@@ -131,12 +131,14 @@ class Traffic:
         self.got: dict[str, list[int]] = {}
 
     def missing(self) -> Iterator[Request]:
-        kinds = [kind for kind, _ in self.open.values()]
-        # Of the two that take turns, the next one waits already: the slot is never left alone.
-        for kind in ("short", "poison", "short", "poison", "formal", "base"):
-            if kinds.count(kind) < (2 if kind in ("short", "poison") else 1):
+        """Before a step. The poison comes a step after the short one, whose adapter is loaded then:
+        it waits for the slot, and the next short one waits until the poison has ended."""
+        kinds = {kind for kind, _ in self.open.values()}
+        if "poison" not in kinds:
+            yield self._next("poison" if "short" in kinds else "short")
+        for kind in ("formal", "base"):
+            if kind not in kinds:
                 yield self._next(kind)
-                kinds.append(kind)
 
     def _next(self, kind: str) -> Request:
         self.count += 1
@@ -196,14 +198,14 @@ def reload_for(
 
 @pytest.mark.parametrize(
     ("device", "steps", "pause_ms"),
-    [("cpu", 100, 1.0), pytest.param("cuda", 10_000, 0.2, marks=pytest.mark.gpu)],
+    [("cpu", 100, 1.0), pytest.param("cuda", 10_000, 1.0, marks=pytest.mark.gpu)],
 )
 def test_a_slot_reloaded_with_nan_in_every_turn_harms_nobody(
     device: str, steps: int, pause_ms: float, answers: dict, poison_ref: AdapterRef
 ) -> None:
     launched, copies = reload_for(steps, pause_ms, device, answers, poison_ref)
     print(f"{launched} steps, {copies} reloads with NaN")
-    assert copies >= launched // 50
+    assert copies >= launched // 20
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -412,6 +412,7 @@ def test_knobs_beside_graphs_and_look_ahead() -> None:
     own = make_engine(device="cuda", dtype="bfloat16", deterministic=True, kv_bytes=64 << 20,
                       max_num_seqs=32, prefix_cache=False)  # fmt: skip
     try:
+        own.load_adapters([ref for ref in REFS if ref])  # so that both runs take the same steps
         runs = []
         for name in ("a", "b"):
             requests = requests_of(name, prompt_logprobs=1)
@@ -473,7 +474,9 @@ def test_a_gpu_draws_as_a_cpu_does() -> None:
         wrong += sum(a != b for a, b in zip(found[0][0], found[1][0], strict=True))
         for mine, theirs in zip(found[0][1], found[1][1], strict=True):
             if mine is not None and theirs is not None:
-                assert [v for _, v in mine.top] == pytest.approx([v for _, v in theirs.top])
+                # Each sums 200,000 exponentials in an order of its own.
+                values = [[v for _, v in entry.top] for entry in (mine, theirs)]
+                assert values[0] == pytest.approx(values[1], abs=1e-4)
         # What follows is counted alike on both.
         samplers[1]._counts.table.copy_(samplers[0]._counts.table)
     # A cumulative sum of 200,000 numbers may round to the other side of a draw.
