@@ -201,10 +201,9 @@ def test_a_cut_checkpoint_runs_on_a_cpu(tmp_path: Path) -> None:
     try:
         beside = engine.generate([Request(n, ids, greedy) for n, ids in prompts.items()])
         again = engine.generate([Request("a", prompts["a"], greedy)])
-        used = engine.stats().distinct_experts
         engine.check()
     finally:
         engine.close()
     answers = [tuple(answer.token_ids) for answer in beside]
     assert all(len(ids) == 8 for ids in answers) and len(set(answers)) == 3
-    assert tuple(again[0].token_ids) == answers[0] and used >= 4
+    assert tuple(again[0].token_ids) == answers[0]
