@@ -11,10 +11,11 @@ Not here: the installed PEFT (test_peft_live.py), recorded files (test_golden.py
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,8 @@ class Written:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: Any) -> Callable[[Writer], Written]:
-    """What each of WRITERS writes, written once."""
+def written(tmp_path_factory: Any) -> Iterator[Callable[[Writer], Written]]:
+    """What each writer of LAYOUTS writes, written once; nothing of it is left afterwards."""
     root = tmp_path_factory.mktemp("writers")
 
     @functools.cache
@@ -100,7 +101,8 @@ def written(tmp_path_factory: Any) -> Callable[[Writer], Written]:
         logits = load_file(out / "logits.safetensors")
         return Written(out, told["peft"], told["transformers"], told["cases"], logits)
 
-    return write
+    yield write
+    shutil.rmtree(root)
 
 
 PARAMS = [
