@@ -243,9 +243,12 @@ class AdapterLoader:
         weights = self._load_adapter(
             folder, self._targets, max_rank=self._max_rank, max_bytes=self._cache.max_bytes
         )
-        for warning in weights.manifest.warnings:
+        found = weights.manifest
+        for warning in found.warnings:
             _log.warning("adapter %s: %s", ref, warning)
-        for tensor, why in weights.manifest.skipped.items():
+        counts = len(found.bound), len(found.skipped)
+        _log.info("adapter %s: %d tensors bound, %d left out", ref, *counts)
+        for tensor, why in found.skipped.items():
             _log.info("adapter %s: %s was left out: %s", ref, tensor, why)
         size = packed_bytes(weights, self._targets, self._dtype, digest, extras)
 

@@ -2,7 +2,7 @@
 
 It runs the loader that a store runs, into a host tier of its own that is gone afterwards, so that
 its verdict is the one that serving would give. Not here: what a model can take and how much memory
-an engine has (arguments), and how a report is printed (model_runner/validate_command.py).
+an engine has (arguments), and a report in words (model_runner/validate_command.py).
 """
 
 import re
@@ -25,11 +25,18 @@ from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.formats.registry import load_adapter
 from adapter_store.host_cache import HostCache
 from adapter_store.loader import AdapterLoader
-from adapter_store.packed_layout import check_share, layout_of, padded_rank
+from adapter_store.packed_layout import (
+    check_share,
+    dtype_name,
+    largest_adapter,
+    layout_of,
+    padded_rank,
+)
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterManifest, AdapterWeights, BoundPair, LoraTarget
 
+GPUS = 1  # an engine has one, and an adapter lies there whole
 _REASONS = {
     AdapterNotFound: "not_found",
     AdapterUnavailable: "unavailable",
@@ -158,6 +165,51 @@ def validate(
         refusals.append(_refusal(error))
     by_target = tuple(_group(manifest.pairs, targets))
     return AdapterReport(uri, tuple(refusals), manifest, by_target, num_bytes, digest, extras)
+
+
+def as_values(
+    report: AdapterReport, limits: ServingLimits, model: str, architecture: str
+) -> dict[str, Any]:
+    """The report as JSON has it. Bytes are null where the load was refused.
+
+    model, architecture  what the served base is called
+    """
+    share = None
+    if report.num_bytes is not None and limits.pool_bytes:
+        share = round(report.num_bytes / limits.pool_bytes, 6)
+    return {
+        "uri": report.uri,
+        "model": model,
+        "architecture": architecture,
+        "served": not report.refusals,
+        "refused": [{"reason": r.reason, "message": r.message} for r in report.refusals],
+        "layouts": dict(report.layouts),
+        "targets": [
+            {
+                "name": target.name,
+                "adapted": target.num_adapted,
+                "of": target.num_there,
+                "ranks": list(target.ranks),
+                "scales": list(target.scales),
+                "layouts": list(target.layouts),
+            }
+            for target in report.targets
+        ],
+        "gpus": GPUS,
+        "bytes_per_gpu": report.num_bytes,
+        "adapter_memory_bytes": limits.pool_bytes,
+        "largest_adapter_bytes": largest_adapter(limits.pool_bytes),
+        "share_of_memory": share,
+        "dtype": dtype_name(limits.dtype),
+        "max_lora_rank": limits.max_rank,
+        "bound": list(report.manifest.bound),
+        "skipped": dict(report.manifest.skipped),
+        "warnings": list(report.manifest.warnings),
+        "digest": report.digest,
+        "chat_template": bool(report.extras.chat_template),
+        "generation_defaults": dict(report.extras.sampling),
+        "eos_ids": list(report.extras.eos_ids),
+    }
 
 
 def _refusal(error: AdapterError) -> Refusal:

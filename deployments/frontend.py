@@ -42,12 +42,13 @@ from deployments.config import ModelSettings, ServiceConfig
 from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
+from deployments.operators import Judge, Operators
 from deployments.placement.view import Place, Placement
 from deployments.resumption import Resumption
 from deployments.spill import stream_near_home
 from deployments.streaming import error_events, interleave
 from deployments.tenant_labels import first_tenants
-from deployments.tenants import Target, TenantConfig, TenantDirectory
+from deployments.tenants import Target, TenantConfig, TenantDirectory, bearer_key
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
 from model_runner.template_sandbox import TemplateSandbox
@@ -61,7 +62,7 @@ _Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
 _log = logging.getLogger("ray.serve")
 
 
-class Backend(Protocol):
+class Backend(Judge, Protocol):
     """The replicas of one base model, wherever they are."""
 
     def stream(
@@ -101,6 +102,7 @@ class Frontend:
             for model in config.models
         }
         self._longest = {model.name: _longest_prompt(model) for model in config.models}
+        self.operators = Operators(config, backends)
         self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
         self._meters: dict[str, Meter] = {}  # by the engines' request_id
@@ -152,9 +154,9 @@ class Frontend:
         if named is not None:
             tenant = self._directory.tenant(named)
         elif authorization and self._directory.has_keys:
-            scheme, _, key = authorization.partition(" ")
-            if scheme.lower() == "bearer":
-                tenant = self._directory.tenant_of_key(key.strip())
+            key = bearer_key(authorization)
+            if key is not None:
+                tenant = self._directory.tenant_of_key(key)
         elif settings.anonymous_tenant:
             tenant = self._directory.tenant(settings.anonymous_tenant)
         if tenant is None:

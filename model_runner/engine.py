@@ -58,7 +58,7 @@ class Engine:
         parts = assemble(config, s3)
         self.device, self.dtype, self.max_len = parts.device, parts.dtype, parts.max_len
         self.model, self.model_config = parts.model, parts.model_config
-        self.targets, self.arena, self.store = parts.model.lora_targets, parts.arena, parts.store
+        self.targets, self.arena, self.store = parts.targets, parts.arena, parts.store
         self.pool, self.runner, self.scheduler = parts.pool, parts.runner, parts.scheduler
         self._host_cache = parts.host_cache
         on_cpu = self.device.type == "cpu"

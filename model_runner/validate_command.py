@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapter_store.packed_layout import dtype_name, largest_adapter
-from adapter_store.validation import AdapterReport, ServingLimits, validate
+from adapter_store.validation import ServingLimits, as_values, validate
+from adapter_store.weights import assuming
 from model_runner.assembly import arena_bytes, choose_dtypes, read_model_config
 from model_runner.command_line import read_config
 from model_runner.models.lora_targets import list_lora_targets
 
-GPUS = 1
 _QUIET = logging.NullHandler()
 
 
@@ -58,54 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # What the loader logs for an operator of a service stands in the report.
     logging.getLogger("adapter_store").addHandler(_QUIET)
-    targets = list_lora_targets(shape, family.names)
+    targets = assuming(list_lora_targets(shape, family.names), config.assume_transformers)
     name = model.resolve().name
     report = validate(args.uri, targets, limits, base_name=name, base_folder=model)
     values = as_values(report, limits, args.model, shape.architecture)
     print(json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values)))
     return 1 if report.refusals else 0
-
-
-def as_values(
-    report: AdapterReport, limits: ServingLimits, model: str, architecture: str
-) -> dict[str, Any]:
-    """The report as JSON has it. Bytes are null where the load was refused."""
-    share = None
-    if report.num_bytes is not None and limits.pool_bytes:
-        share = round(report.num_bytes / limits.pool_bytes, 6)
-    return {
-        "uri": report.uri,
-        "model": model,
-        "architecture": architecture,
-        "served": not report.refusals,
-        "refused": [{"reason": r.reason, "message": r.message} for r in report.refusals],
-        "layouts": dict(report.layouts),
-        "targets": [
-            {
-                "name": target.name,
-                "adapted": target.num_adapted,
-                "of": target.num_there,
-                "ranks": list(target.ranks),
-                "scales": list(target.scales),
-                "layouts": list(target.layouts),
-            }
-            for target in report.targets
-        ],
-        "gpus": GPUS,
-        "bytes_per_gpu": report.num_bytes,
-        "adapter_memory_bytes": limits.pool_bytes,
-        "largest_adapter_bytes": largest_adapter(limits.pool_bytes),
-        "share_of_memory": share,
-        "dtype": dtype_name(limits.dtype),
-        "max_lora_rank": limits.max_rank,
-        "bound": list(report.manifest.bound),
-        "skipped": dict(report.manifest.skipped),
-        "warnings": list(report.manifest.warnings),
-        "digest": report.digest,
-        "chat_template": bool(report.extras.chat_template),
-        "generation_defaults": dict(report.extras.sampling),
-        "eos_ids": list(report.extras.eos_ids),
-    }
 
 
 def as_lines(values: dict[str, Any]) -> Iterator[str]:

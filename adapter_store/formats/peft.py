@@ -78,13 +78,12 @@ def load(
     max_rank: int,
     max_bytes: int | None,
     allow_pickle: bool,
-    assume_transformers: int | None,
     base_name: str | None,
 ) -> AdapterWeights:
     """Load the folder's adapter; arguments and errors as `registry.load_adapter`."""
     config = read_config(folder)
     with _open(folder, allow_pickle) as file:
-        plan = _plan(folder, file, config, targets, max_rank, max_bytes, assume_transformers)
+        plan = _plan(folder, file, config, targets, max_rank, max_bytes)
         factors = _build(file, targets, plan.readings, max_rank)
         warnings = [*_other_base(config, base_name), *_other_files(folder, file), *plan.warnings]
     if not any(bool(factor.b.any()) for factor in factors.values()):
@@ -102,7 +101,7 @@ def check(
     """See `registry.check_adapter`."""
     config = read_config(folder)
     with _open(folder, allow_pickle=False) as file:
-        _plan(folder, file, config, targets, max_rank, max_bytes, None)
+        _plan(folder, file, config, targets, max_rank, max_bytes)
 
 
 def _plan(
@@ -112,7 +111,6 @@ def _plan(
     targets: Sequence[LoraTarget],
     max_rank: int,
     max_bytes: int | None,
-    assume_transformers: int | None,
 ) -> _Plan:
     """Everything that can be judged before a tensor is read."""
     index = TargetIndex(targets)
@@ -125,11 +123,7 @@ def _plan(
     flat = [pair for pair in pairs if _is_flat(pair)]
     for pair in pairs:
         _check_dtypes(pair)
-    flat_layout, said = (
-        decide_layout(flat, targets, config.peft_version, assume_transformers)
-        if flat
-        else (None, [])
-    )
+    flat_layout, said = decide_layout(flat, targets, config.peft_version) if flat else (None, [])
     warnings = [*said, *warnings, *_parameters_without_tensors(config, pairs)]
     _check_tying(config, index, pairs)
     readings = {

@@ -23,7 +23,6 @@ def load_adapter(
     max_rank: int = 256,
     max_bytes: int | None = None,
     allow_pickle: bool = False,
-    assume_transformers: int | None = None,
     base_name: str | None = None,
 ) -> AdapterWeights:
     """Read an adapter folder into the canonical layout.
@@ -33,8 +32,6 @@ def load_adapter(
     max_bytes            largest adapter, in the fewest bytes that it can take in memory: a pair of
                          one expert brings zeros for all of them, which the file does not have
     allow_pickle         read `adapter_model.bin` through torch's restricted unpickler
-    assume_transformers  4 or 5: the version that wrote the adapter, for expert tensors whose sizes
-                         do not tell their layout; None reads them as 5 and warns
     base_name            the served model's name: another one in the config is a warning
 
     Errors:  AdapterNotFound if the folder is missing or holds no adapter; AdapterInvalid with a
@@ -42,14 +39,12 @@ def load_adapter(
              fails; StoreFull above max_bytes. After an error nothing stays behind.
     Cost:    memory of the tensors read and twice the largest target; no file is mapped.
     """
-    assert assume_transformers in (None, 4, 5), assume_transformers
     weights: AdapterWeights = _format_of(folder).load(
         folder,
         targets,
         max_rank=max_rank,
         max_bytes=max_bytes,
         allow_pickle=allow_pickle,
-        assume_transformers=assume_transformers,
         base_name=base_name,
     )
     return weights

@@ -53,6 +53,7 @@ DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
 QUESTIONS = json.loads((DEMO / "questions.json").read_text())["questions"]
 STYLES = ("pirate", "formal", "spanish")
 STALLED_S = 2
+OPERATORS_KEY = "key-of-operators"
 LONG = {"model": "pirate", "prompt": "The", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
@@ -272,6 +273,7 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
             },
         },
         "tenants": tenants,
+        "operator_keys": [OPERATORS_KEY],
         "usage": {
             "root": "s3://usage/records",
             "s3": {
@@ -465,6 +467,36 @@ async def _answers(service: Service, jobs: list[tuple[str, str, str]], at_once: 
     for client in clients.values():
         await client.close()
     return texts
+
+
+def test_operators_learn_what_would_be_served(service: Service) -> None:
+    def ask(key: str, **body: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(
+            f"{service.url}/operator/validate", json=body, headers=headers, timeout=60
+        )
+
+    seats = [stats.resident for stats in service.stats("small")]
+    for uri in ("pirate", "s3://open/pirate"):
+        answer = ask(OPERATORS_KEY, model="small", uri=uri)
+        assert answer.status_code == 200, answer.text
+        report = answer.json()
+        assert (
+            report["served"] and report["model"] == "small" and report["uri"] == "s3://open/pirate"
+        )
+        assert report["bytes_per_gpu"] > 0 and report["bound"] and not report["skipped"]
+        assert report["adapter_memory_bytes"] == service.stats("small")[0].arena_bytes
+    for uri, reason in (
+        ("broken", "rank_mismatch"),
+        ("absent", "not_found"),
+        ("s3://closed/pirate", "unavailable"),
+    ):
+        answer = ask(OPERATORS_KEY, model="small", uri=uri)
+        assert answer.status_code == 200 and not answer.json()["served"], answer.text
+        assert [refusal["reason"] for refusal in answer.json()["refused"]] == [reason]
+    assert ask(OPERATORS_KEY, model="small", uri="s3://usage/records").status_code == 400
+    assert ask("key-of-pirate", model="small", uri="pirate").status_code == 401
+    assert [stats.resident for stats in service.stats("small")] == seats, "nothing was loaded"
 
 
 def test_fifty_at_once_answer_as_each_alone(service: Service) -> None:
