@@ -75,13 +75,18 @@ class PlacementRequestRouter(RequestRouter):
             line.append(turn)
         line[0].set()
         try:
-            return await self._choose_in_turn(pending_request, place, turn)
+            chosen = await self._choose_in_turn(pending_request, place, turn)
         finally:
             line.remove(turn)
             if line:
                 line[0].set()
             else:
                 self._lines.pop(name, None)
+        if place is not None:
+            # The caller, who is in this process, asks from now on whether it lives: one that stands
+            # still neither takes nor rejects the call, and Serve waits for it without a limit.
+            place.taken_by.append(chosen.replica_id.to_full_id_str())
+        return chosen
 
     async def _choose_in_turn(
         self, pending_request: PendingRequest, place: Place | None, turn: asyncio.Event
@@ -113,14 +118,6 @@ class PlacementRequestRouter(RequestRouter):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(early_s if early_s > 0 else self.max_backoff_s):
                         await turn.wait()
-
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
-    ) -> None:
-        """Tell the caller, who is in this process, which replica took its call."""
-        place = pending_request.kwargs.get("place")
-        if place is not None:
-            place.taken_by.append(replica_id.to_full_id_str())
 
     async def choose_replicas(
         self,

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -30,11 +31,15 @@ from adapter_store.sources.source import (
     CONFIG_FILE,
     DEFAULT_MAX_BYTES,
     FILES,
+    JUDGED_FROM_BYTES,
+    OPTIONAL_FILES,
     PICKLE_FILES,
     WEIGHTS_FILE,
+    Judge,
     S3Options,
     check_files,
     check_sizes,
+    head_end,
 )
 
 _CHUNK_BYTES = 1 << 18
@@ -60,7 +65,7 @@ class _Changed(Exception):
 
 class S3Source:
     """`s3://bucket/prefix`. The revision spells size, ETag and version of each file, so an older
-    one can still be read where the bucket keeps versions."""
+    one can still be read where the bucket keeps versions; files that need not be there by name."""
 
     def __init__(self, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._options = s3 or S3Options()
@@ -68,16 +73,22 @@ class S3Source:
         self._made: Any = None
 
     def revision(self, ref: AdapterRef) -> str:
-        """See `Source`. Two requests for an adapter in one file."""
-        found = self._describe(ref).values()
-        files = ((str(obj.size), obj.etag.strip('"'), obj.version) for obj in found)
-        return _REVISION + "+".join("/".join(quote(v, safe="") for v in file) for file in files)
+        """See `Source`. A request for each file that an adapter may have."""
+        files = []
+        for name, obj in self._describe(ref).items():
+            parts = str(obj.size), obj.etag.strip('"'), obj.version
+            words = "/".join(quote(part, safe="") for part in parts)
+            files.append(words if name in FILES else f"{name}:{words}")
+        return _REVISION + "+".join(files)
 
-    def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
+    def fetch(self, ref: AdapterRef, into: Path, revision: str, judge: Judge | None = None) -> None:
         """See `Source`. Every read is bound to the ETag and, where there is one, the version."""
         bucket, _ = _split(ref)
         try:
             for name, obj in self._describe_at(ref, revision).items():
+                if judge is not None and name == WEIGHTS_FILE and obj.size > JUDGED_FROM_BYTES:
+                    self._download_head(ref, bucket, obj, into / name)
+                    judge(into)
                 self._download(ref, bucket, obj, into / name)
         except _Changed as e:
             raise AdapterChanged(f"{ref.uri} no longer holds {revision}") from e
@@ -125,7 +136,11 @@ class S3Source:
                 key = f"{prefix}{CONFIG_FILE}"
                 self._client().get_object(Bucket=bucket, Key=key)["Body"].close()
         check_files(ref, found)
-        chosen = {name: found[name] for name in FILES}
+        with _errors(ref), ThreadPoolExecutor(len(OPTIONAL_FILES), "s3-look") as pool:
+            keys = [f"{prefix}{name}" for name in OPTIONAL_FILES]
+            heads = pool.map(partial(self._head_if_allowed, bucket), keys)
+            optional = {name: obj for name, obj in zip(OPTIONAL_FILES, heads, strict=True) if obj}
+        chosen = {name: found[name] for name in FILES} | optional
         check_sizes(ref, {name: obj.size for name, obj in chosen.items()}, self._max_bytes)
         return chosen
 
@@ -134,8 +149,10 @@ class S3Source:
         bucket, prefix = _split(ref)
         files = revision.removeprefix(_REVISION).split("+")
         found: dict[str, _Object] = {}
-        for name, file in zip(FILES, files, strict=True):
-            size, etag, version = (unquote(value) for value in file.split("/"))
+        for number, file in enumerate(files):
+            named, _, words = file.rpartition(":")
+            name = named or FILES[number]
+            size, etag, version = (unquote(value) for value in words.split("/"))
             with _errors(ref):
                 obj = self._head(bucket, f"{prefix}{name}", version)
             if obj is None or (str(obj.size), obj.etag.strip('"')) != (size, etag):
@@ -143,6 +160,16 @@ class S3Source:
             found[name] = obj
         check_sizes(ref, {name: obj.size for name, obj in found.items()}, self._max_bytes)
         return found
+
+    def _head_if_allowed(self, bucket: str, key: str) -> _Object | None:
+        """`_head` of what need not be there: whoever may not list a bucket is told 403 instead of
+        404 for it."""
+        try:
+            return self._head(bucket, key)
+        except ClientError as e:
+            if e.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 403:
+                return None
+            raise
 
     def _head(self, bucket: str, key: str, version: str = "") -> _Object | None:
         """What the object is now, or was at a version; None if there is none."""
@@ -163,6 +190,16 @@ class S3Source:
             version=str(answer.get("VersionId", "")),
             checks=tuple(_checks(bucket, answer)),
         )
+
+    def _download_head(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
+        """The head of a safetensors file, the rest a hole."""
+        with open(path, "w+b") as file:
+            file.truncate(obj.size)
+            fd, first = file.fileno(), min(_CHUNK_BYTES, obj.size)
+            self._read_part(ref, bucket, obj, fd, 0, first)
+            end = head_end(os.pread(fd, 8, 0), obj.size)
+            if end > first:
+                self._read_part(ref, bucket, obj, fd, first, end)
 
     def _download(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
         """One object into one file: parts side by side, then the checksum; twice if it fails."""

@@ -53,7 +53,7 @@ class Place:
     adapter_id  "" = the base model, which is at home everywhere
     may_spill   False: it was refused there, so it waits for a home
     avoid       names of replicas that this request was lost on: only others take it
-    taken_by    the request router of the caller's process notes here which replica took it
+    taken_by    the request router of the caller's process notes here to which replicas it went
     caller      the name of the caller's actor
     seats       of a request that ran before: who may know of it, beside the homes
     """

@@ -81,7 +81,7 @@ def copy(source: Any, uri: str, into: Path) -> None:
 
 def test_local_copies_the_known_files_only(tmp_path: Path) -> None:
     folder = write_peft_folder(tmp_path / "with space", 1)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.json").write_text("{}")
     (folder / "adapter_model.bin").write_bytes(b"pickle")
     for i, uri in enumerate((str(folder), f"{folder}/", folder.as_uri())):
         files = fetched(open_source(uri), uri, tmp_path / str(i))
@@ -130,7 +130,7 @@ def test_sizes_are_bounded_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(StoreFull, match=str(size)):
         copy(open_source(str(folder), max_bytes=size - 1), str(folder), into)
     assert not list(into.iterdir())
-    (folder / CONFIG).write_bytes(b" " * ((1 << 20) + 1))
+    (folder / CONFIG).write_bytes(b" " * ((8 << 20) + 1))
     with pytest.raises(AdapterInvalid, match=CONFIG):
         copy(open_source(str(folder)), str(folder), into)
 

@@ -616,7 +616,7 @@ from adapter_store.formats.registry import load_adapter
 from adapter_store.ref import AdapterRef
 from tests.adapter_store.test_store import Bench, use
 
-def slow(folder, targets, *, max_rank):
+def slow(folder, targets, *, max_rank, max_bytes):
     open({str(tmp_path / "loads")!r}, "a").write("x")
     time.sleep(0.5)
     return load_adapter(folder, targets, max_rank=max_rank)
@@ -664,7 +664,7 @@ import time
 from pathlib import Path
 from tests.adapter_store.test_store import Bench, use
 
-def hangs(folder, targets, *, max_rank):
+def hangs(folder, targets, *, max_rank, max_bytes):
     print("loading", flush=True)
     time.sleep(600)
 
@@ -673,7 +673,7 @@ use(bench.store(load_adapter=hangs), bench.ref("a"))
 """
     ref, loads = bench.ref("a", seed=1), []
 
-    def load(folder: Path, targets: Any, *, max_rank: int) -> AdapterWeights:
+    def load(folder: Path, targets: Any, *, max_rank: int, max_bytes: int) -> AdapterWeights:
         loads.append(folder)
         return load_adapter(folder, targets, max_rank=max_rank)
 
@@ -736,7 +736,9 @@ def s3_options(server: S3Server, endpoint_url: str) -> S3Options:
 def gated(gate: threading.Event) -> Callable[..., AdapterWeights]:
     """A load that waits for a gate."""
 
-    def load(folder: Path, targets: Sequence[LoraTarget], *, max_rank: int) -> AdapterWeights:
+    def load(
+        folder: Path, targets: Sequence[LoraTarget], *, max_rank: int, max_bytes: int
+    ) -> AdapterWeights:
         assert gate.wait(TIMEOUT_S)
         return load_adapter(folder, targets, max_rank=max_rank)
 
@@ -750,7 +752,7 @@ class Counted:
         self.count = 0
 
     def __call__(
-        self, folder: Path, targets: Sequence[LoraTarget], *, max_rank: int
+        self, folder: Path, targets: Sequence[LoraTarget], *, max_rank: int, max_bytes: int
     ) -> AdapterWeights:
         self.count += 1
         return load_adapter(folder, targets, max_rank=max_rank)
@@ -767,14 +769,14 @@ def _started(processes: list[subprocess.Popen[str]]) -> list[subprocess.Popen[st
 
 def test_what_the_formats_warn_of_is_logged_with_the_adapters_name(tmp_path, caplog):
     """A lone square down_proj is read by the version that wrote it: the operator must hear of
-    it."""
+    it, and that nothing was left out."""
     from tests.golden import golden_targets, load_cases
 
     case = next(c for c in load_cases("logits", "gpt_oss") if "square" in c.id and "-down_" in c.id)
     cache = HostCache(tmp_path / "cache")
     store = AdapterStore(golden_targets(case.model), None, cache, dtype=torch.float32)
     ref = AdapterRef("square", str(case.adapter))
-    with caplog.at_level("WARNING", logger="adapter_store.loader"):
+    with caplog.at_level("INFO", logger="adapter_store.loader"):
         store.prefetch(ref)
         while store.digest_of(ref) is None:
             assert store.error_of(ref) is None
@@ -782,6 +784,6 @@ def test_what_the_formats_warn_of_is_logged_with_the_adapters_name(tmp_path, cap
             store.poll()
     store.close()
     cache.close()
-    assert any(
-        "square" in r.getMessage() and "sizes are equal" in r.getMessage() for r in caplog.records
-    )
+    said = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert any(k == "WARNING" and "square" in m and "sizes are equal" in m for k, m in said)
+    assert any("square" in m and "4 tensors bound, 0 left out" in m for _, m in said), said
