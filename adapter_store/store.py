@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,14 +35,6 @@ from adapter_store.ref import AdapterRef
 from adapter_store.slot_table import AdapterSlot, SlotState, SlotTable, Span
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import LoraTarget
-
-
-class Fence(Protocol):
-    """A point in the device's work, for instance a CUDA event."""
-
-    def is_done(self) -> bool:
-        """Whether the device is past it. Does not wait."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,6 @@ class AdapterStore:
     load_threads  adapters fetched side by side;  max_rank, dtype  None = the arena's
     s3            None = what the environment says
     base_folder   of the base model, whose vocabulary adapters must have; None = not compared
-    on_progress   called by the store's threads whenever `poll` has something new: set an event,
-                  nothing more
     fresh_s       a prefetch asks the source of a ref without digest again if the last look is older
     sticky_s      an error stays that long before a prefetch tries again;  hold_s  see the head of
                   the file
@@ -94,7 +84,6 @@ class AdapterStore:
         s3: S3Options | None = None,
         load_adapter: LoadAdapter = load_any_format,
         base_folder: Path | None = None,
-        on_progress: Callable[[], None] | None = None,
         fresh_s: float = 1.0,
         sticky_s: float = 5.0,
         hold_s: float = 10.0,
@@ -112,7 +101,6 @@ class AdapterStore:
         )
         self.cache = cache
         self._hold_s = hold_s
-        self._fences: list[tuple[Fence, AdapterSlot, bool]] = []
         self._shown: list[tuple[int, str]] = []
         self._ready_at: dict[str, float] = {}
         self._copies = self._copied_bytes = 0
@@ -120,7 +108,6 @@ class AdapterStore:
         self._evictions = 0
         self._results: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._progress = threading.Event()
-        self._on_progress = on_progress
         self._prefetcher = Prefetcher(
             self.loader,
             load_threads,
@@ -166,30 +153,23 @@ class AdapterStore:
                 self._place(digest, layout, may_evict)
         return None
 
-    def release(self, slot: AdapterSlot, after: Fence | None = None, unused: bool = False) -> None:
-        """Give a lease back, exactly once.
+    def release(self, slot: AdapterSlot, unused: bool = False) -> None:
+        """Give a lease back, exactly once, when no step that names it still runs.
 
-        after   the last launched step that names it, if that may still run: the lease ends when
-                `poll` finds it done
         unused  no step has named it: the request waits again, as before `acquire`
         Errors:  AssertionError if it was given back before.
         """
-        if after is not None:
-            self._fences.append((after, slot, unused))
-            return
         self._table.release(slot, unused)
         if unused:
             self._prefetcher.return_waiter(slot.ref)
 
-    def poll(self, stream: Any = None) -> None:
+    def poll(self, stream: Any = None) -> tuple[AdapterRef, ...]:
         """Take in what threads finished, and publish the tables. Once a step, before the batch.
 
+        Gives the refs whose adapter has come into its slot: who waits for them may acquire.
         stream  CUDA: the one that steps run on (None: the calling thread's current one)
         """
-        if self._fences:
-            fences, self._fences = self._fences, []
-            for fence, slot, unused in fences:
-                self.release(slot, None if fence.is_done() else fence, unused)
+        came: list[AdapterRef] = []
         self._progress.clear()
         for _ in range(self._results.qsize()):
             self._results.get()()
@@ -198,9 +178,12 @@ class AdapterStore:
             for index, digest in self._shown:
                 self._table.set_ready(index)
                 self._ready_at[digest] = time.monotonic()
-                if not self._prefetcher.refs_of(digest):
+                refs = self._prefetcher.refs_of(digest)
+                if not refs:
                     self._table.retire(digest)
+                came += refs
             self._shown.clear()
+        return tuple(came)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `poll` has something new, if there is nothing else to do; whether it has."""
@@ -275,8 +258,6 @@ class AdapterStore:
         """Hand a result from a thread of the store to the engine's."""
         self._results.put(result)
         self._progress.set()
-        if self._on_progress is not None:
-            self._on_progress()
 
     def _place(self, digest: str, layout: PackedLayout, may_evict: bool) -> None:
         """Give a content a slot, if there is room, and start its copy."""

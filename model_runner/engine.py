@@ -166,7 +166,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance: launch the next step, take in the tokens of the last one, and tell what is
         new."""
-        self.store.poll()
+        self.scheduler.wake(self.store.poll())
         self._admit_arrived()
         self._refuse_modest()
         batch = self.scheduler.schedule()

@@ -509,6 +509,18 @@ def test_an_adapter_that_is_not_named_by_words_harms_its_own_request_alone(engin
     assert served.token_ids
 
 
+def test_the_scheduler_hears_whose_adapter_has_come(monkeypatch):
+    engine = make_engine()
+    try:
+        came = []
+        wake = engine.scheduler.wake
+        monkeypatch.setattr(engine.scheduler, "wake", lambda refs: (came.extend(refs), wake(refs)))
+        assert engine.generate([Request("r", (1, 30), GREEDY, REFS["pirate"])])[0].token_ids
+        assert {ref.adapter_id for ref in came} == {"pirate"}
+    finally:
+        engine.close()
+
+
 def test_endless_work_for_one_adapter_does_not_starve_another():
     """Requests of the resident adapter overlap without end, so its slot never falls idle by
     itself."""
