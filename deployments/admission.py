@@ -98,6 +98,8 @@ async def completion_job(
     if len(prompts) * sampling.n > _MAX_CHOICES:
         words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
         raise ApiError(400, words, param="n")
+    if any(max(p, default=0) > _MAX_INT for p in prompts if not isinstance(p, str)):
+        raise ApiError(400, f"prompt: token ids must be at most {_MAX_INT}", param="prompt")
     token_lists = [
         await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
         if isinstance(prompt, str)
