@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from model_runner.request import ErrorCode, Request, RequestOutput, TokenLogprobs
 
@@ -24,6 +25,7 @@ MAX_CLOSED = 1024
 @dataclass
 class _Answer:
     request: Request
+    number: int  # by age: a later run of the same request knows more
     ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     last: dict[int, RequestOutput] = field(default_factory=dict)
@@ -62,12 +64,14 @@ class _Answer:
 
 
 class KeptAnswers:
-    """By the request's id without what tells its attempts apart. One event loop owns it."""
+    """Several runs of one request may be here at a time: each has its caller, and the newest is
+    the one to recall. One event loop owns it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._running: dict[str, _Answer] = {}
-        self._closed: dict[str, _Answer] = {}
+        self._numbers = count()
+        self._running: dict[str, _Answer] = {}  # by the run's own id
+        self._closed: dict[str, _Answer] = {}  # by the id without what tells runs apart
 
     async def note(
         self,
@@ -77,15 +81,18 @@ class KeptAnswers:
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """The messages of a request, each noted before it goes out. `caller` is for `orphans`."""
         name = base_id(request.request_id)
-        answer = self._running[name] = _Answer(request, caller=caller)
+        answer = _Answer(request, next(self._numbers), caller=caller)
+        self._running[request.request_id] = answer
         try:
             async with aclosing(messages):
                 async for message in messages:
                     answer.add(message)
                     yield message
         finally:
-            if self._running.get(name) is answer:
-                del self._running[name]
+            if self._running.get(request.request_id) is answer:
+                del self._running[request.request_id]
+            known = self._closed.get(name)
+            if known is None or known.number < answer.number:
                 answer.closed_at_s = self._clock()
                 self._closed.pop(name, None)
                 self._closed[name] = answer
@@ -95,7 +102,10 @@ class KeptAnswers:
         """Who is to be aborted, and all that was told of it; None: not known, or not from its
         beginning. Nothing is added to it from now on."""
         self._forget()
-        answer = self._running.get(request_id) or self._closed.get(request_id)
+        known = [a for name, a in self._running.items() if base_id(name) == request_id]
+        if request_id in self._closed:
+            known.append(self._closed[request_id])
+        answer = max(known, key=lambda answer: answer.number, default=None)
         if answer is None or not answer.is_whole:
             return None
         answer.is_over = True

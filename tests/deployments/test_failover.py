@@ -20,7 +20,7 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
-from deployments.pulse import SHUNNED_S
+from deployments.pulse import SHUNNED_S, Pulse
 from deployments.replica_backend import ReplicaBackend
 from model_runner.engine_face import join_outputs
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
@@ -107,6 +107,7 @@ class FakeHandle:
     scripts: list[Script]
     requests: list[Request] = field(default_factory=list)
     avoided: list[tuple[str, ...]] = field(default_factory=list)
+    shunned: list[tuple[str, ...]] = field(default_factory=list)
     aborted: list[tuple[Any, ...]] = field(default_factory=list)
     recalls: dict[str, Any] = field(default_factory=dict)  # by seat
     num_cancelled: int = 0
@@ -137,6 +138,7 @@ class FakeHandle:
         place.taken_by.append(f"replica-{len(self.requests)}")
         self.requests.append(request)
         self.avoided.append(place.avoid)
+        self.shunned.append(place.shun)
         messages = self.scripts.pop(0)(request)
 
         def cancel() -> None:
@@ -320,7 +322,7 @@ async def test_a_silent_replica_is_lost_like_a_dead_one(after: int, silence: set
     handle = FakeHandle([falls_silent(after, asyncio.Event()), script([2])])
     ids, last = await answer(handle)
     assert ids == whole() and last.finish_reason is FinishReason.LENGTH
-    assert handle.avoided[0] == () and set(handle.avoided[1]) == {"replica-0"}
+    assert handle.avoided == [(), ()] and handle.shunned == [(), ("replica-0",)]
 
 
 async def test_what_was_silent_gets_nothing_new_for_a_while(silence: set[str]) -> None:
@@ -330,11 +332,22 @@ async def test_what_was_silent_gets_nothing_new_for_a_while(silence: set[str]) -
     request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, seed=1))
     for _ in range(2):
         assert [output async for output in backend.stream(request, None)]
-    assert handle.avoided[2] == ("replica-0",)
+    assert handle.shunned[2] == ("replica-0",)
     until = backend._pulse._shunned_until["replica-0"]
     assert 0 < until - asyncio.get_running_loop().time() < SHUNNED_S
     backend._pulse._shunned_until["replica-0"] = asyncio.get_running_loop().time()
     assert backend._pulse.shunned() == ()
+
+
+async def test_what_falls_silent_again_is_shunned_again(silence: set[str]) -> None:
+    silence.add("replica-0")
+    pulse = Pulse(lambda _: asyncio.Event().wait())
+    for _ in range(2):
+        lost = asyncio.Event()
+        with pulse.watching(["replica-0"], lost.set):
+            await asyncio.wait_for(lost.wait(), 10)
+        assert pulse.shunned() == ("replica-0",)
+        pulse._shunned_until["replica-0"] = asyncio.get_running_loop().time()
 
 
 async def test_one_that_takes_its_time_and_the_last_one_are_not_given_up(silence: set[str]) -> None:
@@ -472,6 +485,27 @@ async def test_requests_of_dead_callers_end_after_a_while() -> None:
     assert [_ async for _ in messages], "its abort"
     assert kept.callers() == set() and kept.orphans({"ingress"}) == []
     assert kept.recall("r") == ("r/2", join(run_engine(request, [2], 2)))
+
+
+async def test_a_request_made_anew_hides_no_orphan() -> None:
+    """It was told in part elsewhere, so nobody could go on from it: both runs have its name."""
+    now = 0.0
+    kept = KeptAnswers(lambda: now)
+    sampling = SamplingParams(max_tokens=LENGTH, n=2)
+    half = Request("r/2", (1,), sampling, resumed=((1, 2), None))
+    old = kept.note(half, script([2])(half), "dead")  # type: ignore[arg-type]
+    anew = Request("r/mark", (1,), sampling)
+    new = kept.note(anew, script([2])(anew), "ingress")  # type: ignore[arg-type]
+    for messages in (old, new):
+        await anext(messages)
+    assert kept.callers() == {"dead", "ingress"} and kept.orphans({"dead"}) == []
+    found = kept.recall("r")
+    assert found is not None and found[0] == "r/mark", "the newest run of it"
+    now += ORPHAN_S
+    assert kept.orphans({"dead"}) == ["r/2"]
+    for messages in (new, old):
+        await messages.aclose()
+    assert not kept.callers() and kept.recall("r") == found
 
 
 def join(messages: list[list[RequestOutput]]) -> list[RequestOutput]:

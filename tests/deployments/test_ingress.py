@@ -348,6 +348,8 @@ async def test_malformed_bodies(face: Face) -> None:
 async def test_paths_and_methods(face: Face) -> None:
     assert_openai_error(await face.client.get("/v1/nothing"), 404)
     assert_openai_error(await face.client.get("/v1/chat/completions"), 405)
+    # No redirect: it would name the host that the request named, and lose TLS.
+    assert_openai_error(await face.client.post("/v1/chat/completions/", json={}), 404)
     assert (await face.client.get("/health")).json() == {"status": "ok"}
     assert (await face.client.get("/ready")).status_code == 200
     face.control.absent = ["demo"]

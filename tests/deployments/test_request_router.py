@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 from adapter_store.ref import AdapterRef
 from deployments.placement import bin_pack
@@ -82,6 +83,29 @@ async def test_one_spill_seat_and_only_where_nothing_is_evicted() -> None:
     assert not waiting.done()
     replicas[first].ongoing = 0
     assert await waiting == first
+
+
+async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() -> None:
+    replicas = {seat: FakeReplica(seat) for seat in SEATS}
+    ingress = Ingress(replicas.values())
+    names = {seat: replica.replica_id.to_full_id_str() for seat, replica in replicas.items()}
+    for adapter_id in ("t/x", ""):
+        for _ in SEATS:
+            await seat_of(ingress, Place(("a",), adapter_id))
+        place = Place(("a",), adapter_id, shun=(names["a"],))
+        assert await seat_of(ingress, place) in ("b", "c")
+        alone = replace(place, avoid=(names["b"], names["c"]))
+        replicas["a"].is_silent = True
+        waiting = asyncio.create_task(seat_of(ingress, alone))
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done, "Serve's own cache says that it has room"
+        replicas["a"].is_silent = False
+        assert await waiting == "a"
+        lost = replace(place, avoid=tuple(names.values()))
+        waiting = asyncio.create_task(seat_of(ingress, lost))
+        done, _ = await asyncio.wait({waiting}, timeout=0.1)
+        assert not done, "what a request was lost on never has it again"
+        waiting.cancel()
 
 
 async def test_replicas_learn_that_a_call_has_spilled() -> None:
