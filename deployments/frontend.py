@@ -103,7 +103,7 @@ class Frontend:
         self._meters: dict[str, Meter] = {}  # by the engines' request_id
         limit = config.ingress.max_bodies_bytes
         self.bodies = BodyBudget(limit, max(limit // 4, config.ingress.max_body_bytes))
-        self._big_bodies: defaultdict[str, asyncio.Semaphore] = defaultdict(
+        self._big_work: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(1)
         )
         self._started_at = int(time.time())
@@ -185,7 +185,7 @@ class Frontend:
         """
         if len(body) <= BIG_BYTES:
             return await prepare(tenant, body, answer_id)
-        gate = self._big_bodies[tenant.tenant_id]
+        gate = self._big_work[tenant.tenant_id]
         await gate.acquire()
         task = asyncio.ensure_future(prepare(tenant, body, answer_id))
 
@@ -314,10 +314,12 @@ class Frontend:
             async for index, output in outputs:
                 job.writer.collect(index, output)
         meter.finish(200)
-        if job.requests[0].sampling.prompt_logprobs is not None:
-            # One entry for each token of a prompt: seconds that other streams would wait.
+        sampling = job.requests[0].sampling
+        if sampling.prompt_logprobs is None and sampling.logprobs is None:
+            return job.writer.whole()
+        # Several entries for each token: seconds that other streams would wait, and much memory.
+        async with self._big_work[job.requests[0].tenant_id]:
             return await asyncio.to_thread(job.writer.whole)
-        return job.writer.whole()
 
     async def drop(self, outputs: Outputs, first: "asyncio.Task[Output]") -> None:
         """Give up a streamed answer, however far it came; nothing happens if it came to its end."""
