@@ -21,6 +21,10 @@ ORPHAN_S = 5.0
 
 MAX_CLOSED = 1024
 
+MAX_KEPT = 1 << 22
+"""Ids and log-probabilities of all answers together, some 100 bytes each. Above it the largest is
+not kept any more: who asks for it has it made anew."""
+
 
 @dataclass
 class _Answer:
@@ -33,18 +37,31 @@ class _Answer:
     orphan_since_s: float | None = None
     closed_at_s: float = 0.0
     is_over: bool = False  # what still comes is the echo of its abort
+    is_dropped: bool = False
+    size: int = 0
 
     def add(self, message: list[RequestOutput]) -> None:
         for output in message:
-            if self.is_over or output.error_code is ErrorCode.ENGINE_DEAD:
+            if self.is_over or self.is_dropped or output.error_code is ErrorCode.ENGINE_DEAD:
                 continue
             self.ids.setdefault(output.index, []).extend(output.new_token_ids)
             self.logprobs.setdefault(output.index, []).extend(output.logprobs)
             self.last[output.index] = output
+            self.size += len(output.new_token_ids)
+            self.size += sum(1 + len(entry.top) for entry in output.logprobs)
+
+    def drop(self) -> None:
+        """Keep none of it."""
+        self.is_dropped, self.size = True, 0
+        for part in (self.ids, self.logprobs, self.last):
+            part.clear()
 
     @property
     def is_whole(self) -> bool:
-        """All of it was told here: nothing by another replica that is not known any more."""
+        """All of it was told here, nothing by another replica that is not known any more; and all
+        of it is still here."""
+        if self.is_dropped:
+            return False
         resumed = self.request.resumed
         if self.request.sampling.logprobs is not None:
             return not any(resumed)
@@ -70,6 +87,7 @@ class KeptAnswers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._numbers = count()
+        self._size = 0  # of all
         self._running: dict[str, _Answer] = {}  # by the run's own id
         self._closed: dict[str, _Answer] = {}  # by the id without what tells runs apart
 
@@ -86,7 +104,11 @@ class KeptAnswers:
         try:
             async with aclosing(messages):
                 async for message in messages:
+                    before = answer.size
                     answer.add(message)
+                    self._size += answer.size - before
+                    if self._size > MAX_KEPT:
+                        self._drop_largest()
                     yield message
         finally:
             if self._running.get(request.request_id) is answer:
@@ -94,8 +116,10 @@ class KeptAnswers:
             known = self._closed.get(name)
             if known is None or known.number < answer.number:
                 answer.closed_at_s = self._clock()
-                self._closed.pop(name, None)
+                self._forget_one(name)
                 self._closed[name] = answer
+            else:
+                self._size -= answer.size
             self._forget()
 
     def recall(self, request_id: str) -> tuple[str, list[RequestOutput]] | None:
@@ -117,7 +141,8 @@ class KeptAnswers:
 
     def orphans(self, dead: Collection[str]) -> list[str]:
         """The running requests that are to be aborted: their callers are dead, and nobody has
-        asked for them for a while."""
+        asked for them for a while. To be called now and then: what is old is forgotten here."""
+        self._forget()
         now, found = self._clock(), []
         for answer in self._running.values():
             if answer.caller not in dead:
@@ -135,7 +160,18 @@ class KeptAnswers:
         for name, answer in list(self._closed.items()):
             if answer.closed_at_s >= over and len(self._closed) <= MAX_CLOSED:
                 return
-            del self._closed[name]
+            self._forget_one(name)
+
+    def _forget_one(self, name: str) -> None:
+        answer = self._closed.pop(name, None)
+        if answer is not None:
+            self._size -= answer.size
+
+    def _drop_largest(self) -> None:
+        known = (*self._running.values(), *self._closed.values())
+        largest = max(known, key=lambda answer: answer.size)
+        self._size -= largest.size
+        largest.drop()
 
 
 def base_id(request_id: str) -> str:

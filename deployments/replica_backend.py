@@ -139,7 +139,9 @@ class ReplicaBackend:
         seats = tuple(dict.fromkeys(place.homes + place.seats))[:MAX_ASKED]
         # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
         asked = [
-            asyncio.ensure_future(self._ask(request.request_id, Place((seat,), seat)))
+            asyncio.ensure_future(
+                self._ask(request.request_id, Place((seat,), seat, may_spill=False))
+            )
             for seat in seats
         ]
         try:

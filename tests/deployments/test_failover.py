@@ -23,7 +23,14 @@ from deployments.placement.view import Place
 from deployments.pulse import SHUNNED_S, Pulse
 from deployments.replica_backend import ReplicaBackend
 from model_runner.engine_face import join_outputs
-from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
+from model_runner.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tests.guards import take_out
 
 LENGTH = 12
@@ -127,6 +134,7 @@ class FakeHandle:
         return SimpleNamespace(results_async=send)
 
     async def _recall(self, request_id: str, place: Place) -> list[RequestOutput] | None:
+        assert not place.may_spill, "the question itself would be told that it has spilled"
         told = self.recalls.get(place.homes[0])
         if isinstance(told, Exception):
             raise told
@@ -457,6 +465,43 @@ async def test_answers_are_kept_for_a_while_and_not_all() -> None:
         await told_by(Request(str(number), (1,), SamplingParams(max_tokens=LENGTH)), kept, 1)
     assert kept.recall("2") is None and kept.recall("3") is not None
     assert len(kept._closed) == MAX_CLOSED and not kept._running
+
+
+async def test_old_answers_go_where_nothing_new_comes() -> None:
+    now = 0.0
+    kept = KeptAnswers(lambda: now)
+    await told_by(Request("r", (1,), SamplingParams(max_tokens=LENGTH)), kept, 1)
+    now += GRACE_S + 1
+    assert kept.orphans(()) == [] and not kept._closed and not kept._size
+
+
+async def test_what_is_kept_is_bounded_and_the_largest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.kept_answers.MAX_KEPT", 40)
+    kept = KeptAnswers()
+    entry = TokenLogprobs(-0.5, ((1, -0.5),) * 4)
+
+    async def long(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        for number in range(9):
+            logprobs = (entry,) * len(request.sampling.stop_ids)
+            yield [RequestOutput(request.request_id, 0, (number,), logprobs)]
+
+    large = Request("large", (1,), SamplingParams(stop_ids=(1,), logprobs=4))
+    streams = [
+        kept.note(request, long(request))  # type: ignore[arg-type]
+        for request in (large, Request("a", (1,)), Request("b", (1,)))
+    ]
+    for _ in range(9):
+        assert [len(await anext(stream)) for stream in streams] == [1] * 3, "all of it goes out"
+        assert kept._size <= 40
+    assert kept.recall("large") is None
+    for name in "ab":
+        found = kept.recall(name)
+        assert found is not None and len(found[1][0].new_token_ids) == 9
+    for stream in streams:
+        await stream.aclose()
+    assert kept._size == 18
 
 
 async def test_what_ends_a_recalled_request_is_no_news_of_it() -> None:
