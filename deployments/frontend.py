@@ -271,8 +271,13 @@ class Frontend:
             self.labelled.label,
             tenant.tenant_id,
             self.usage,
-            partial(self._active.subtract, (tenant.tenant_id,)),
+            partial(self._leave, tenant.tenant_id),
         )
+
+    def _leave(self, tenant_id: str) -> None:
+        self._active[tenant_id] -= 1
+        if not self._active[tenant_id]:
+            del self._active[tenant_id]  # the sum over all is taken for every request
 
     async def outputs(self, job: Job, meter: Meter, again: bool = False) -> Outputs:
         """The job's outputs, each with its choice's number.

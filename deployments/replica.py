@@ -201,6 +201,7 @@ class Replica:
         orders: SeatOrders = await self._router.report.remote(replace(view, stats=stats), delta)
         self._outbox.arrived(delta)
         self._seat_lost = not orders.seated
+        self._wanted.intersection_update(orders.homes)  # who comes back is fetched again
         news = [ref for ref in orders.homes if ref not in self._wanted]
         if news:  # apart from the reports: a seat is lost if they stop
             self._wanted.update(news)

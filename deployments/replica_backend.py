@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,9 @@ MAX_ASKED = 16
 anew. When an ingress dies, all of its clients come at once."""
 
 _FULL_RETRY_S = 0.1
+_LOOKUPS = ThreadPoolExecutor(4, "lookups")
+"""Not the loop's own threads: those may all be busy with prompts, which is no replica's fault."""
+
 _log = logging.getLogger("ray.serve")
 
 
@@ -252,5 +256,6 @@ def _cancel(messages: Any) -> None:
 
 async def _is_there(replica: str) -> None:
     """Ask an actor of Serve, beside its requests. Errors: what Ray raises if it is not there."""
-    actor = await asyncio.to_thread(ray.get_actor, replica, "serve")
+    loop = asyncio.get_running_loop()
+    actor = await loop.run_in_executor(_LOOKUPS, ray.get_actor, replica, "serve")
     await actor.get_num_ongoing_requests.remote()

@@ -30,7 +30,7 @@ KEY = {"Authorization": "Bearer sk-demo-pirate"}
 
 def assert_clean(face: Face) -> None:
     """Nothing of what was refused or given up is still counted, held or running."""
-    assert face.frontend._active.total() == 0
+    assert not face.frontend._active
     assert not face.frontend.bodies.held
     assert not face.backend.running
 

@@ -6,7 +6,9 @@ killed (test_kills.py), and that an engine goes on from given ids (model_runner'
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from ray.serve.exceptions import BackPressureError
 from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
 from deployments.pulse import SHUNNED_S, Pulse
-from deployments.replica_backend import ReplicaBackend
+from deployments.replica_backend import ReplicaBackend, _is_there
 from model_runner.engine_face import join_outputs
 from model_runner.request import (
     ErrorCode,
@@ -371,6 +373,27 @@ async def test_one_that_takes_its_time_and_the_last_one_are_not_given_up(silence
     handle = FakeHandle([falls_silent(3, asyncio.Event()), falls_silent(0, goes_on)])
     ids, _ = await answer(handle)
     assert ids == whole()
+
+
+async def test_prompts_in_every_thread_make_no_replica_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The threads of the loop tokenize long prompts, any tenant's: a flood of them fills all."""
+
+    async def answers() -> int:
+        return 0
+
+    actor = SimpleNamespace(get_num_ongoing_requests=SimpleNamespace(remote=answers))
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: actor)
+    is_over = threading.Event()
+    executor = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    prompt = asyncio.get_running_loop().run_in_executor(None, is_over.wait, 30)
+    try:
+        await asyncio.wait_for(_is_there("replica-0"), 5)
+    finally:
+        is_over.set()
+        await prompt
 
 
 async def test_closing_cancels_the_call() -> None:
