@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 \
 	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards PYTHONPATH=$(CURDIR)
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-interp test-gpu memcheck test-full fmt check bench tune bench-engine
+.PHONY: help setup demo serve test test-interp test-gpu memcheck test-full fmt check bench tune bench-engine bench-families
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -57,3 +57,6 @@ tune: $(READY) ## measure tile sizes on this GPU and write them; args="--shape g
 
 bench-engine: $(READY) ## a full-size random model and 8 adapters, judged (needs a GPU); args="--phases closed,rescore"
 	@$(BIN)/python -m tests.bench.engine $(args)
+
+bench-families: $(READY) ## every family's GPU tests, and three more full shapes beside their floors; args="--seconds 450"
+	@$(BIN)/python -m tests.bench.families $(args)

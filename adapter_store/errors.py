@@ -38,5 +38,5 @@ REFUSALS = frozenset({
     "unbound_tensor", "shape", "not_finite", "unpaired_tensor", "rank_mismatch", "dtype",
     "empty", "dora", "modules_to_save", "bias", "changes_base", "peft_type",
     "unsupported_parameter", "rank_limit", "alora", "layer_replication", "trainable_tokens",
-    "file", "pickle", "config", "ambiguous_layout",
+    "file", "pickle", "config", "ambiguous_layout", "tokenizer", "chat_template",
 })  # fmt: skip

@@ -22,6 +22,9 @@ from adapter_store.errors import (
     AdapterNotFound,
     AdapterUnavailable,
 )
+from adapter_store.extras import NO_EXTRAS, AdapterExtras, FoundExtras
+from adapter_store.formats.extras_files import BaseTokens, brings_extras
+from adapter_store.formats.extras_process import read_extras_apart
 from adapter_store.host_cache import HostCache
 from adapter_store.packed import (
     PackedAdapter,
@@ -50,12 +53,14 @@ class HostAdapter:
 
     revision       the source's own name for the content
     fetched_bytes  read from the source for it just now; 0 = it was there
+    extras         what it brings besides weights
     """
 
     digest: str
     revision: str
     layout: PackedLayout
     fetched_bytes: int = 0
+    extras: AdapterExtras = NO_EXTRAS
 
 
 class AdapterLoader:
@@ -64,6 +69,7 @@ class AdapterLoader:
 
     load_adapter  (folder, targets, max_rank=) -> AdapterWeights, as formats.registry has it
     contents      what uris hold and held: asked before a source, told what was seen
+    base_folder   of the base model: an adapter's own tokenizer must be the one there
     """
 
     def __init__(
@@ -75,7 +81,9 @@ class AdapterLoader:
         s3: S3Options | None,
         load_adapter: LoadAdapter,
         contents: KnownContents,
+        base_folder: Path | None = None,
     ) -> None:
+        self._base_folder, self._base = base_folder, BaseTokens(base_folder)
         self._targets = tuple(targets)
         self._dtype = dtype
         self._cache = cache
@@ -149,8 +157,12 @@ class AdapterLoader:
         return found
 
     def open(self, digest: str) -> PackedAdapter | None:
-        """The packed adapter, if the host tier has it."""
-        return self._cache.open(digest, self._targets, self._dtype)
+        """The packed adapter, if the host tier has it, made for this base model."""
+        packed = self._cache.open(digest, self._targets, self._dtype)
+        if packed is not None and packed.found.base not in ("", self._base.digest):
+            packed.close()  # for a base of the same sizes and with other tokens
+            return None
+        return packed
 
     def _find_digest(self, ref: AdapterRef) -> HostAdapter | str:
         """`find` for a ref that names a digest: what the uri holds now does not matter."""
@@ -215,18 +227,27 @@ class AdapterLoader:
         self._contents.saw(uri, digest, revision)
 
     def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
+        extras = self._read_extras(folder)
         weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
-        for warning in weights.manifest.warnings:
+        found = weights.manifest
+        for warning in found.warnings:
             _log.warning("adapter %s: %s", ref, warning)
-        for tensor, why in weights.manifest.skipped.items():
+        counts = len(found.bound), len(found.skipped)
+        _log.info("adapter %s: %d tensors bound, %d left out", ref, *counts)
+        for tensor, why in found.skipped.items():
             _log.info("adapter %s: %s was left out: %s", ref, tensor, why)
-        size = packed_bytes(weights, self._targets, self._dtype, digest)
+        size = packed_bytes(weights, self._targets, self._dtype, digest, extras)
 
         def fill(path: Path) -> None:
-            write_packed(path, weights, self._targets, self._dtype, digest)
+            write_packed(path, weights, self._targets, self._dtype, digest, extras)
 
         self._cache.write(digest, self._targets, self._dtype, size, fill)
         return self.open(digest)
+
+    def _read_extras(self, folder: Path) -> FoundExtras:
+        if not brings_extras(folder):
+            return FoundExtras()
+        return FoundExtras(read_extras_apart(folder, self._base_folder), self._base.digest)
 
     def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
         with self._lock:
@@ -242,7 +263,8 @@ class AdapterLoader:
             rank = packed.layout.max_rank
             if rank > padded_rank(self._max_rank):
                 raise AdapterInvalid("rank_limit", f"{ref} has rank {rank} > {self._max_rank}")
-            return HostAdapter(packed.digest, revision, packed.layout, fetched_bytes)
+            extras = packed.found.extras
+            return HostAdapter(packed.digest, revision, packed.layout, fetched_bytes, extras)
 
     def _source(self, ref: AdapterRef) -> Source:
         scheme = scheme_of(ref.uri)

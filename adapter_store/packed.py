@@ -17,6 +17,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
+from adapter_store.extras import FoundExtras, extras_from_json
 from adapter_store.packed_layout import (
     ALIGN_BYTES,
     FORMAT_VERSION,
@@ -40,6 +42,7 @@ LOADER_VERSION = 1
 """Raised when a format's reader changes what it makes of the same bytes: old packed files are then
 not used again."""
 
+NOTHING_FOUND = FoundExtras()
 _MAGIC = b"MLORAPK1"
 _MAX_HEADER_BYTES = 16 << 20
 _CRC_CHUNK_BYTES = 4 << 20
@@ -65,10 +68,11 @@ def write_packed(
     targets: Sequence[LoraTarget],
     dtype: torch.dtype,
     digest: str = "",
+    found: FoundExtras = NOTHING_FOUND,
 ) -> int:
     """Write one adapter as one file; returns its size in bytes. Not atomic: the caller renames.
 
-    digest  of the content it was made of, kept in the header
+    digest  of the content it was made of;  found  what else that brings: both kept in the header
     Errors:  AdapterInvalid ("shape", "unbound_tensor") if weights and targets do not fit each
              other, ("not_finite") if a value is not finite or does not survive the cast;  OSError
              if the disk is full.
@@ -77,7 +81,7 @@ def write_packed(
     factors = [
         (targets[t.index], t, weights.factors[targets[t.index].name]) for t in layout.targets
     ]
-    start = _data_start(len(_header_bytes(digest, targets, dtype, layout, 0)))
+    start = _data_start(len(_header_bytes(digest, targets, dtype, layout, 0, found)))
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
         # The space is taken now: a full tmpfs is an error here and not a signal in the middle.
         reserve(file.fileno(), start + layout.num_bytes)
@@ -92,16 +96,21 @@ def write_packed(
                     )
                 crc = _write_padded(file, rows, crc)
         file.seek(0)
-        file.write(_header_bytes(digest, targets, dtype, layout, crc))
+        file.write(_header_bytes(digest, targets, dtype, layout, crc, found))
     return start + layout.num_bytes
 
 
 def packed_bytes(
-    weights: AdapterWeights, targets: Sequence[LoraTarget], dtype: torch.dtype, digest: str = ""
+    weights: AdapterWeights,
+    targets: Sequence[LoraTarget],
+    dtype: torch.dtype,
+    digest: str = "",
+    found: FoundExtras = NOTHING_FOUND,
 ) -> int:
     """Size of the file that `write_packed` would make."""
     layout = layout_of(weights, targets, dtype)
-    return _data_start(len(_header_bytes(digest, targets, dtype, layout, 0))) + layout.num_bytes
+    header = _header_bytes(digest, targets, dtype, layout, 0, found)
+    return _data_start(len(header)) + layout.num_bytes
 
 
 def reserve(fd: int, num_bytes: int) -> None:
@@ -114,15 +123,23 @@ def reserve(fd: int, num_bytes: int) -> None:
 class PackedAdapter:
     """A packed file, open and mapped; its shared flock keeps it from being evicted.
 
+    found what else the adapter brings
     data  [num_bytes] uint8, a private map of the file: never write to it. Good until the last view
           of it is gone.
     """
 
     def __init__(
-        self, file: BinaryIO, digest: str, layout: PackedLayout, data: Tensor, crc: int
+        self,
+        file: BinaryIO,
+        digest: str,
+        layout: PackedLayout,
+        data: Tensor,
+        crc: int,
+        found: FoundExtras,
     ) -> None:
         self._file = file
         self._crc = crc
+        self.found = found
         self.digest = digest
         self.layout = layout
         self.data = data
@@ -144,8 +161,9 @@ class PackedAdapter:
         file = open(path, "rb")  # noqa: SIM115  (lives as long as the adapter)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            digest, layout, start, crc = _read_header(file, targets, dtype)
-            packed = cls(file, digest, layout, _map_data(file, start, layout.num_bytes), crc)
+            digest, layout, start, crc, found = _read_header(file, targets, dtype)
+            data = _map_data(file, start, layout.num_bytes)
+            packed = cls(file, digest, layout, data, crc, found)
             if verify:
                 packed.check_data()
             return packed
@@ -211,6 +229,7 @@ def _header_bytes(
     dtype: torch.dtype,
     layout: PackedLayout,
     crc: int,
+    found: FoundExtras,
 ) -> bytes:
     header = {
         "version": FORMAT_VERSION,
@@ -220,6 +239,8 @@ def _header_bytes(
         "data_bytes": layout.num_bytes,
         "crc32": f"{crc:08x}",
         "targets": [vars(t) for t in layout.targets],
+        "extras": asdict(found.extras),
+        "extras_base": found.base,
     }
     text = json.dumps(header).encode()
     return _MAGIC + len(text).to_bytes(8, "little") + text
@@ -227,8 +248,8 @@ def _header_bytes(
 
 def _read_header(
     file: BinaryIO, targets: Sequence[LoraTarget], dtype: torch.dtype
-) -> tuple[str, PackedLayout, int, int]:
-    """(digest, layout, start of the data, checksum); PackedFileError if a word is wrong."""
+) -> tuple[str, PackedLayout, int, int, FoundExtras]:
+    """(digest, layout, start of the data, checksum, extras); PackedFileError if a word is wrong."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(16)
     length = int.from_bytes(head[8:16], "little")
@@ -240,12 +261,13 @@ def _read_header(
             raise PackedFileError("made for another model, dtype or version")
         layout = _read_layout(header, targets, dtype)
         digest, crc = str(header["digest"]), int(header["crc32"], 16)
+        found = FoundExtras(extras_from_json(header["extras"]), str(header["extras_base"]))
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PackedFileError(f"damaged header: {type(e).__name__} {e}") from e
     start = _data_start(16 + length)
     if size != start + layout.num_bytes or header["data_bytes"] != layout.num_bytes:
         raise PackedFileError(f"{size} bytes instead of {start + layout.num_bytes}")
-    return digest, layout, start, crc
+    return digest, layout, start, crc, found
 
 
 def _read_layout(

@@ -17,6 +17,7 @@ from functools import partial
 
 from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterNotFound, AdapterUnavailable
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.load_threads import LoadThreads
 from adapter_store.loader import AdapterLoader, HostAdapter, check_revision
 from adapter_store.packed_layout import PackedLayout, check_share
@@ -57,6 +58,7 @@ class _Content:
     """One digest that refs are bound to. layout None: it is known to have left the host tier."""
 
     layout: PackedLayout | None = None
+    extras: AdapterExtras = NO_EXTRAS
     refs: set[AdapterRef] = field(default_factory=set)
 
 
@@ -152,6 +154,11 @@ class Prefetcher:
         """Of a content in the host tier; None if it is not there."""
         content = self._contents.get(digest)
         return content.layout if content else None
+
+    def extras_of(self, digest: str) -> AdapterExtras:
+        """What a content that refs are bound to brings besides weights."""
+        content = self._contents.get(digest)
+        return content.extras if content else NO_EXTRAS
 
     def refs_of(self, digest: str) -> tuple[AdapterRef, ...]:
         """Refs that are bound to a content."""
@@ -286,7 +293,8 @@ class Prefetcher:
             if found.digest != entry.digest:
                 self._unbind(entry)
                 self._bind(entry, found.digest)
-            self._contents[found.digest].layout = found.layout
+            bound = self._contents[found.digest]
+            bound.layout, bound.extras = found.layout, found.extras
 
     def _check_size(self, ref: AdapterRef, layout: PackedLayout) -> None:
         if self._pool_bytes is not None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ import torch
 from adapter_store.arena import AdapterArena, SlotRows
 from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterUnavailable
+from adapter_store.extras import AdapterExtras
 from adapter_store.formats.registry import load_adapter as load_any_format
 from adapter_store.host_cache import HostCache
 from adapter_store.load_threads import LoadThreads
@@ -71,6 +73,7 @@ class AdapterStore:
     cache         the host tier, shared with other processes; not closed by the store
     load_threads  adapters fetched side by side;  max_rank, dtype  None = the arena's
     s3            None = what the environment says
+    base_folder   of the base model, whose vocabulary adapters must have; None = not compared
     on_progress   called by the store's threads whenever `poll` has something new: set an event,
                   nothing more
     fresh_s       a prefetch asks the source of a ref without digest again if the last look is older
@@ -90,6 +93,7 @@ class AdapterStore:
         dtype: torch.dtype | None = None,
         s3: S3Options | None = None,
         load_adapter: LoadAdapter = load_any_format,
+        base_folder: Path | None = None,
         on_progress: Callable[[], None] | None = None,
         fresh_s: float = 1.0,
         sticky_s: float = 5.0,
@@ -103,7 +107,9 @@ class AdapterStore:
         self._arena = arena
         self._table = SlotTable(arena.num_slots, arena.num_bytes) if arena else SlotTable(0, 0)
         self.contents = contents = KnownContents()
-        self.loader = AdapterLoader(targets, dtype, cache, max_rank, s3, load_adapter, contents)
+        self.loader = AdapterLoader(
+            targets, dtype, cache, max_rank, s3, load_adapter, contents, base_folder
+        )
         self.cache = cache
         self._hold_s = hold_s
         self._fences: list[tuple[Fence, AdapterSlot, bool]] = []
@@ -230,6 +236,10 @@ class AdapterStore:
         with this digest as revision: that never waits.
         """
         return self._prefetcher.resolve(ref)
+
+    def extras_of(self, digest: str) -> AdapterExtras:
+        """What the content that `digest_of` names brings besides its weights."""
+        return self._prefetcher.extras_of(digest)
 
     def forget(self, ref: AdapterRef) -> None:
         """One request no longer waits. The load goes on: others may want it."""

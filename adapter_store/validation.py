@@ -2,7 +2,7 @@
 
 It runs the loader that a store runs, into a host tier of its own that is gone afterwards, so that
 its verdict is the one that serving would give. Not here: what a model can take and how much memory
-an engine has (arguments), and how a report is printed (model_runner/validate_command.py).
+an engine has (arguments), and a report in words (model_runner/validate_command.py).
 """
 
 import re
@@ -21,14 +21,22 @@ from adapter_store.errors import (
     AdapterUnavailable,
     StoreFull,
 )
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.formats.registry import load_adapter
 from adapter_store.host_cache import HostCache
 from adapter_store.loader import AdapterLoader
-from adapter_store.packed_layout import check_share, layout_of, padded_rank
+from adapter_store.packed_layout import (
+    check_share,
+    dtype_name,
+    largest_adapter,
+    layout_of,
+    padded_rank,
+)
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterManifest, AdapterWeights, BoundPair, LoraTarget
 
+GPUS = 1  # an engine has one, and an adapter lies there whole
 _REASONS = {
     AdapterNotFound: "not_found",
     AdapterUnavailable: "unavailable",
@@ -88,6 +96,7 @@ class AdapterReport:
     manifest   what each tensor became; empty if the load was refused
     num_bytes  in the adapter memory, padded as it lies there; None if the load was refused
     digest     of the content; empty if it was refused
+    extras     what it brings besides weights; none if it was refused
     """
 
     uri: str
@@ -96,6 +105,7 @@ class AdapterReport:
     targets: tuple[TargetReport, ...] = ()
     num_bytes: int | None = None
     digest: str = ""
+    extras: AdapterExtras = NO_EXTRAS
 
     @property
     def layouts(self) -> Mapping[str, int]:
@@ -112,12 +122,14 @@ def validate(
     limits: ServingLimits,
     *,
     base_name: str | None = None,
+    base_folder: Path | None = None,
     s3: S3Options | None = None,
 ) -> AdapterReport:
     """Fetch the adapter, read all of it as a store would, and say what comes of it.
 
     uri        a folder or s3://bucket/prefix;  s3  None = what the environment says
     base_name  the served model's name: another one in the adapter's config is a warning
+    base_folder  its files: the adapter's own tokenizer, if it has one, must be the one there
     Blocks. Whatever is wrong with the adapter or its source is a refusal in the report, and no
     exception.
     Cost:  its files and its packed form, in shared memory where that is large enough.
@@ -131,12 +143,15 @@ def validate(
 
     ref = AdapterRef(uri, uri)
     refusals: list[Refusal] = []
-    digest = ""
+    digest, extras = "", NO_EXTRAS
     cache = HostCache(None, limits.host_bytes)
     try:
         max_rank = padded_rank(limits.max_rank)
-        loader = AdapterLoader(targets, limits.dtype, cache, max_rank, s3, load, KnownContents())
-        digest = loader.load(ref).digest
+        loader = AdapterLoader(
+            targets, limits.dtype, cache, max_rank, s3, load, KnownContents(), base_folder
+        )
+        found = loader.load(ref)
+        digest, extras = found.digest, found.extras
     except AdapterError as error:
         refusals.append(_refusal(error))
     finally:
@@ -149,7 +164,52 @@ def validate(
     except AdapterError as error:
         refusals.append(_refusal(error))
     by_target = tuple(_group(manifest.pairs, targets))
-    return AdapterReport(uri, tuple(refusals), manifest, by_target, num_bytes, digest)
+    return AdapterReport(uri, tuple(refusals), manifest, by_target, num_bytes, digest, extras)
+
+
+def as_values(
+    report: AdapterReport, limits: ServingLimits, model: str, architecture: str
+) -> dict[str, Any]:
+    """The report as JSON has it. Bytes are null where the load was refused.
+
+    model, architecture  what the served base is called
+    """
+    share = None
+    if report.num_bytes is not None and limits.pool_bytes:
+        share = round(report.num_bytes / limits.pool_bytes, 6)
+    return {
+        "uri": report.uri,
+        "model": model,
+        "architecture": architecture,
+        "served": not report.refusals,
+        "refused": [{"reason": r.reason, "message": r.message} for r in report.refusals],
+        "layouts": dict(report.layouts),
+        "targets": [
+            {
+                "name": target.name,
+                "adapted": target.num_adapted,
+                "of": target.num_there,
+                "ranks": list(target.ranks),
+                "scales": list(target.scales),
+                "layouts": list(target.layouts),
+            }
+            for target in report.targets
+        ],
+        "gpus": GPUS,
+        "bytes_per_gpu": report.num_bytes,
+        "adapter_memory_bytes": limits.pool_bytes,
+        "largest_adapter_bytes": largest_adapter(limits.pool_bytes),
+        "share_of_memory": share,
+        "dtype": dtype_name(limits.dtype),
+        "max_lora_rank": limits.max_rank,
+        "bound": list(report.manifest.bound),
+        "skipped": dict(report.manifest.skipped),
+        "warnings": list(report.manifest.warnings),
+        "digest": report.digest,
+        "chat_template": bool(report.extras.chat_template),
+        "generation_defaults": dict(report.extras.sampling),
+        "eos_ids": list(report.extras.eos_ids),
+    }
 
 
 def _refusal(error: AdapterError) -> Refusal:

@@ -5,7 +5,7 @@ holds it (packed, arena).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,8 @@ class LoraTarget:
                    (E, out, in)
     aliases        other full paths for the same weight; for experts the module's path is enough
                    (transformers 4 spelling: `...block_sparse_moe.experts`)
+    assume_transformers  experts only: 4 or 5, the release beside which adapters were written, for
+                   files whose sizes do not tell their layout; 0 = not known: 5, with a warning
     """
 
     name: str
@@ -47,6 +49,7 @@ class LoraTarget:
     interleaved: bool = False
     weight_is_in_out: bool = False
     aliases: tuple[str, ...] = ()
+    assume_transformers: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,13 @@ def merge_delta(target: LoraTarget, factors: LoraFactors) -> Tensor:
     num = max(len(a), len(b))
     delta = torch.einsum("ero,eri->eoi", b.expand(num, -1, -1), a.expand(num, -1, -1))
     return delta.expand(target.num_experts, -1, -1)  # [E, out, in]
+
+
+def assuming(targets: Sequence[LoraTarget], transformers: int) -> tuple[LoraTarget, ...]:
+    """The same targets, for adapters written beside this release of transformers (0, 4 or 5)."""
+    return tuple(
+        replace(t, assume_transformers=transformers) if t.kind == "experts" else t for t in targets
+    )
 
 
 def find_target(targets: Sequence[LoraTarget], name: str) -> int:

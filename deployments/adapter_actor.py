@@ -6,8 +6,11 @@ the others find the file. So nothing is lost with it but a head start. No slots 
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,16 @@ _LOOK_WAIT_S = 1.0
 _log = logging.getLogger("ray.serve")
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """For which engine an adapter is judged. name: registered;  path: the model's folder;
+    pool_bytes: its adapter memory, 0 = it serves no adapters"""
+
+    name: str
+    path: str
+    pool_bytes: int
+
+
 class AdapterStoreActor:
     """One a node, with a store for each base model whose replicas live there.
 
@@ -33,6 +46,9 @@ class AdapterStoreActor:
         self._stores: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
         self._watches: dict[str, Any] = {}
+        self._registered: dict[str, tuple[Sequence[Any], Any, int, int, Any]] = {}
+        self._judge_thread = ThreadPoolExecutor(1, "judge")
+        self._judging: Future[dict[str, Any]] | None = None
 
     async def register(
         self,
@@ -43,10 +59,12 @@ class AdapterStoreActor:
         folder: str,
         max_bytes: int,
         s3: Any,
+        base_folder: str,
     ) -> None:
         """A replica of `model` says what its adapters must fit. Saying it again does nothing.
 
         targets  LoraTargets;  dtype  of torch;  folder, max_bytes  the host tier;  s3  S3Options
+        base_folder  of the base model
         """
         if model in self._stores:
             return
@@ -62,8 +80,10 @@ class AdapterStoreActor:
             max_rank=max_rank,
             dtype=dtype,
             s3=s3,
+            base_folder=Path(base_folder),
         )
         self._watches[model] = Watch(store.loader.look)
+        self._registered[model] = targets, dtype, max_rank, max_bytes, s3
 
     async def look(self, model: str, uris: Sequence[str]) -> dict[str, str]:
         """What uris hold now, see `Watch.look`; in a second, however slow a source is."""
@@ -71,6 +91,28 @@ class AdapterStoreActor:
             self._watches[model].look, uris, _LOOK_WAIT_S
         )
         return found
+
+    async def validate(self, uri: str, served: ServedModel) -> dict[str, Any] | None:
+        """Read an adapter as a store would, and say what comes of it; nothing of it stays.
+
+        One at a time, in a thread: None while another one is read. A thread runs to its end, also
+        if nobody waits for it any more.
+        """
+        if self._judging is not None and not self._judging.done():
+            return None
+        self._judging = self._judge_thread.submit(self._judge, uri, served)
+        return await asyncio.wrap_future(self._judging)
+
+    def _judge(self, uri: str, served: ServedModel) -> dict[str, Any]:
+        from adapter_store.validation import ServingLimits, as_values, validate
+
+        targets, dtype, max_rank, max_bytes, s3 = self._registered[served.name]
+        limits = ServingLimits(dtype, served.pool_bytes, max_bytes, max_rank)
+        folder = Path(served.path)
+        shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        name = folder.resolve().name
+        report = validate(uri, targets, limits, base_name=name, base_folder=folder, s3=s3)
+        return as_values(report, limits, served.name, shape["architectures"][0])
 
     async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:
         """Have adapters in the host tier; the digests of those that are there now.

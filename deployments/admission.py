@@ -5,21 +5,21 @@ Who asks is known already.
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
+from adapter_store.extras import AdapterExtras
 from deployments.answer_logprobs import PromptPart
 from deployments.api_errors import ApiError
 from deployments.openai_schema import ChatRequest, CompletionRequest
 from deployments.streaming import ChatWriter, CompletionWriter, Writer
 from deployments.tenants import Target, TenantConfig
+from model_runner.chat_prompts import INLINE_CHARS
 from model_runner.request import MAX_IDS, Request, SamplingParams
-from model_runner.tokenizer import Tokenizer
-
-_INLINE_CHARS = 8192
-"""Longer prompts are tokenized in a thread: the loop has other streams to serve."""
+from model_runner.text import UNKNOWN_KEY, UNMADE_IDS, TextEngine
+from model_runner.tokenizer import TemplateRefused, Tokenizer
 
 _MAX_STOP = 16
 _MAX_STOP_CHARS = 4096
@@ -35,13 +35,35 @@ in it."""
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request, ready to run: one `Request` for each prompt."""
+    """One HTTP request, ready to run: one `Request` for each prompt.
+
+    remake  the same for what its adapter turns out to bring. Errors: ApiError
+    """
 
     target: Target
     requests: tuple[Request, ...]
     stop: tuple[str, ...]
     stream: bool
     writer: Writer
+    remake: Callable[[AdapterExtras], Awaitable["Job"]] | None = None
+
+
+class Remaker:
+    """Makes a job anew when its adapter turns out to bring other things: once for all prompts."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: dict[str, Job] = {}
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, number: int, extras: AdapterExtras) -> Request:
+        """One of the job's requests. Errors: ApiError."""
+        assert self._job.remake is not None
+        async with self._turn:
+            if extras.key not in self._made:
+                made = self._made[extras.key] = await self._job.remake(extras)
+                self._job.writer.take_prompt(made.writer)
+        return self._made[extras.key].requests[number]
 
 
 async def chat_job(
@@ -49,11 +71,16 @@ async def chat_job(
     target: Target,
     tenant: TenantConfig,
     cache_salt: str,
-    tokenizer: Tokenizer,
+    text: TextEngine,
     default_max_tokens: int,
     answer_id: str,
+    extras: AdapterExtras | None,
 ) -> Job:
-    """The chat as one `Request`. Errors: ApiError 400."""
+    """The chat as one `Request`.
+
+    extras  what the adapter brings, None = a request that is never run, to be told of them
+    Errors: ApiError 400; TemplateRefused.
+    """
     max_tokens = wire.max_completion_tokens
     if max_tokens is None:
         max_tokens = default_max_tokens if wire.max_tokens is None else wire.max_tokens
@@ -63,10 +90,39 @@ async def chat_job(
     sampling = _sampling(wire, max_tokens, logprobs)
     if not max_tokens:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
-    size = sum(64 + len(str(message.get("content", ""))) for message in wire.messages)
-    token_ids = await _tokenize(size, tokenizer.encode_chat, wire.messages, param="messages")
-    part = PromptPart(sampling.n, (tuple(token_ids),), num_told=wire.prompt_logprobs)
-    return _job(wire, target, tenant, cache_salt, tokenizer, sampling, part, ChatWriter, answer_id)
+    token_ids: tuple[int, ...] = UNMADE_IDS
+    if extras is not None:
+        token_ids = await _encode_chat(wire, target, tenant, text, extras)
+    part = PromptPart(sampling.n, (token_ids,), num_told=wire.prompt_logprobs)
+    return _job(
+        wire,
+        target,
+        tenant,
+        cache_salt,
+        text.tokenizer,
+        sampling,
+        part,
+        ChatWriter,
+        answer_id,
+        extras,
+    )
+
+
+async def _encode_chat(
+    wire: ChatRequest,
+    target: Target,
+    tenant: TenantConfig,
+    text: TextEngine,
+    extras: AdapterExtras,
+) -> tuple[int, ...]:
+    """Errors: ApiError 400; TemplateRefused."""
+    try:
+        ids = await text.chats.encode(wire.messages, target.adapter, extras, tenant.tenant_id)
+    except TemplateRefused:
+        raise
+    except ValueError as exc:
+        raise ApiError(400, str(exc), param="messages") from None
+    return tuple(ids)
 
 
 async def completion_job(
@@ -77,6 +133,7 @@ async def completion_job(
     tokenizer: Tokenizer,
     max_prompts: int,
     answer_id: str,
+    extras: AdapterExtras,
 ) -> Job:
     """Each prompt as one `Request`. Errors: ApiError 400."""
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
@@ -113,7 +170,16 @@ async def completion_job(
     ids = tuple(map(tuple, token_lists))
     part = PromptPart(sampling.n, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
     return _job(
-        wire, target, tenant, cache_salt, tokenizer, sampling, part, CompletionWriter, answer_id
+        wire,
+        target,
+        tenant,
+        cache_salt,
+        tokenizer,
+        sampling,
+        part,
+        CompletionWriter,
+        answer_id,
+        extras,
     )
 
 
@@ -127,8 +193,12 @@ def _job(
     part: PromptPart,
     writer: type[Writer],
     answer_id: str,
+    extras: AdapterExtras | None,
 ) -> Job:
     _check_logprobs(wire, sampling, part, sampling.n if writer is CompletionWriter else 1)
+    if extras is not None and extras.eos_ids and not sampling.ignore_eos:
+        stop_ids = dict.fromkeys((*sampling.stop_ids, *extras.eos_ids))
+        sampling = replace(sampling, stop_ids=tuple(stop_ids))
     requests = []
     for number, token_ids in enumerate(part.token_ids):
         if not token_ids:
@@ -144,6 +214,7 @@ def _job(
                 tenant_id=tenant.tenant_id,
                 weight=tenant.weight,
                 cache_salt=cache_salt,
+                extras_key=UNKNOWN_KEY if extras is None else extras.key,
             )
         )
     options = wire.stream_options
@@ -246,7 +317,7 @@ def _read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 async def _tokenize(size: int, encode: Any, value: Any, param: str) -> list[int]:
     try:
-        if size <= _INLINE_CHARS:
+        if size <= INLINE_CHARS:
             return list(encode(value))
         return list(await asyncio.to_thread(encode, value))
     except ValueError as exc:

@@ -24,6 +24,7 @@ ERRORS: dict[ErrorCode, _Wire] = {
     ErrorCode.ADAPTER_NOT_FOUND: _Wire(404, "invalid_request_error", "adapter_not_found"),
     ErrorCode.ADAPTER_INVALID: _Wire(422, "invalid_request_error", "adapter_invalid"),
     ErrorCode.ADAPTER_TOO_LARGE: _Wire(422, "invalid_request_error", "adapter_too_large"),
+    ErrorCode.OTHER_EXTRAS: _Wire(503, "server_error", "adapter_changes"),
     ErrorCode.ADAPTER_UNAVAILABLE: _Wire(503, "server_error", "adapter_unavailable"),
     ErrorCode.NOT_FINITE: _Wire(500, "server_error", "not_finite"),
     ErrorCode.OVERLOADED: _Wire(503, "server_error", "overloaded"),

@@ -21,7 +21,13 @@ from pydantic import (
 
 from deployments.generation_defaults import read_generation_defaults
 from deployments.placement.registry import POLICIES
-from deployments.tenant_settings import STRICT, TenantSettings, doubles, tenant_problems
+from deployments.tenant_settings import (
+    STRICT,
+    TenantSettings,
+    digest_keys,
+    doubles,
+    tenant_problems,
+)
 from deployments.tenants import TenantConfig
 from model_runner.config import EngineConfig
 
@@ -45,7 +51,8 @@ class ModelSettings(_Section):
                                 as the load wants (autoscaling.py), one more after scale_up_after_s
                                 of too much of it, one less after scale_down_after_s of too little
     generation_defaults  what a request leaves open is sampled as the model's generation_config.json
-                         says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample
+                         says: temperature, top_p, top_k, min_p, repetition_penalty, do_sample;
+                         an adapter's own file comes before that
     engine_process  the engine in a child process of its replica, not in one of its threads
     """
 
@@ -202,6 +209,8 @@ class IngressSettings(_Section):
 class ServiceConfig(_Section):
     """The whole service, see default.yaml for a commented example.
 
+    operator_keys      of those who may ask what the service would do with an adapter, in the form
+                       of tenants' keys; none = nobody may
     base_model_access  may a tenant use a base without an adapter, if it does not say itself
     cache_secret_env   variable with the secret of the cache salts ("" = random at every start)
     max_metric_tenants  so many have series of their own in /metrics, the busiest
@@ -210,6 +219,7 @@ class ServiceConfig(_Section):
     models: tuple[ModelSettings, ...] = Field(min_length=1)
     adapters: AdapterSettings = AdapterSettings()
     tenants: tuple[TenantSettings, ...] = ()
+    operator_keys: tuple[str, ...] = ()
     base_model_access: bool = True
     placement_policy: str = "bin_pack"
     cache_secret_env: str = ""
@@ -217,6 +227,11 @@ class ServiceConfig(_Section):
     usage: UsageSettings = UsageSettings()
     ingress: IngressSettings = IngressSettings()
     http: HttpSettings = HttpSettings()
+
+    @field_validator("operator_keys", mode="before")
+    @classmethod
+    def _digest_keys(cls, value: Any) -> Any:
+        return digest_keys(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -278,6 +293,9 @@ def _problems(config: ServiceConfig) -> Iterator[str]:
     anonymous = config.ingress.anonymous_tenant
     if anonymous and anonymous not in {tenant.tenant_id for tenant in config.tenants}:
         yield f"ingress.anonymous_tenant: there is no tenant {anonymous!r}"
+    keys = {key for tenant in config.tenants for key in tenant.api_keys}
+    if keys.intersection(config.operator_keys):
+        yield "operator_keys: one of them is a tenant's"
     yield from tenant_problems(config.tenants, models, config.adapters.root)
 
 

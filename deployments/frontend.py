@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from deployments import metrics
-from deployments.admission import Job, chat_job, completion_job
+from deployments.admission import Job, Remaker, chat_job, completion_job
 from deployments.api_errors import (
     CLIENT_GONE_STATUS,
     ApiError,
@@ -41,16 +42,18 @@ from deployments.config import ModelSettings, ServiceConfig
 from deployments.generation_defaults import with_defaults
 from deployments.meter import Meter
 from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
+from deployments.operators import Judge, Operators
 from deployments.placement.view import Place, Placement
 from deployments.resumption import Resumption
 from deployments.spill import stream_near_home
 from deployments.streaming import error_events, interleave
 from deployments.tenant_labels import first_tenants
-from deployments.tenants import Target, TenantConfig, TenantDirectory
+from deployments.tenants import Target, TenantConfig, TenantDirectory, bearer_key
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
+from model_runner.template_sandbox import TemplateSandbox
 from model_runner.text import TextEngine, TextOutput
-from model_runner.tokenizer import Tokenizer
+from model_runner.tokenizer import TemplateRefused, Tokenizer
 
 Output = tuple[int, TextOutput]
 Outputs = AsyncGenerator[Output, None]
@@ -59,7 +62,7 @@ _Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
 _log = logging.getLogger("ray.serve")
 
 
-class Backend(Protocol):
+class Backend(Judge, Protocol):
     """The replicas of one base model, wherever they are."""
 
     def stream(
@@ -93,11 +96,13 @@ class Frontend:
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._settings = {model.name: model for model in config.models}
         self._defaults = {model.name: model.sampling_defaults() for model in config.models}
+        self._sandbox = TemplateSandbox()
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
         }
         self._longest = {model.name: _longest_prompt(model) for model in config.models}
+        self.operators = Operators(config, backends)
         self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
         self._meters: dict[str, Meter] = {}  # by the engines' request_id
@@ -107,6 +112,10 @@ class Frontend:
             lambda: asyncio.Semaphore(1)
         )
         self._started_at = int(time.time())
+
+    def stop(self) -> None:
+        """End the processes that it started. Blocks."""
+        self._sandbox.close()
 
     def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
         def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -119,15 +128,16 @@ class Frontend:
             outputs = stream_near_home(run, request, place)
             return self._metered(request.request_id, outputs)
 
-        return TextEngine(tokenizer, stream, backend.abort)
+        return TextEngine(tokenizer, stream, backend.abort, self._sandbox)
 
     async def _metered(
         self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        meter = self._meters[request_id]
+        meter = self._meters.get(request_id)  # none: it only asks for extras
         async with aclosing(outputs):
             async for output in outputs:
-                meter.received(output)
+                if meter is not None:
+                    meter.received(output)
                 yield output
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
@@ -144,9 +154,9 @@ class Frontend:
         if named is not None:
             tenant = self._directory.tenant(named)
         elif authorization and self._directory.has_keys:
-            scheme, _, key = authorization.partition(" ")
-            if scheme.lower() == "bearer":
-                tenant = self._directory.tenant_of_key(key.strip())
+            key = bearer_key(authorization)
+            if key is not None:
+                tenant = self._directory.tenant_of_key(key)
         elif settings.anonymous_tenant:
             tenant = self._directory.tenant(settings.anonymous_tenant)
         if tenant is None:
@@ -201,32 +211,60 @@ class Frontend:
         """A chat, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(ChatRequest, body)
         target = self._resolve(tenant, wire.model)
-        tenant = target.owner or tenant
-        salt = self._directory.cache_salt(tenant)
-        wire = with_defaults(wire, self._defaults[target.model])
-        tokenizer = self._texts[target.model].tokenizer
+        owner = target.owner or tenant
+        salt, text = self._directory.cache_salt(owner), self._texts[target.model]
         await self._check_size(body, target, wire.messages)
         default = self._settings[target.model].default_max_tokens
-        return self._checked(
-            await chat_job(wire, target, tenant, salt, tokenizer, default, answer_id)
-        )
+
+        async def make(extras: AdapterExtras | None) -> Job:
+            filled = self._filled(wire, target, extras)
+            return self._checked(
+                await chat_job(filled, target, owner, salt, text, default, answer_id, extras)
+            )
+
+        async def remake(extras: AdapterExtras) -> Job:
+            try:
+                return await make(extras)
+            except TemplateRefused as refusal:
+                raise ApiError(400, str(refusal), param="messages") from None
+
+        if target.adapter is None:
+            return await remake(NO_EXTRAS)
+        try:
+            job = await make(text.chats.known(target.adapter) or NO_EXTRAS)
+        except TemplateRefused:
+            # What is known of the adapter may not be true any more: the engine will tell.
+            text.chats.forget(target.adapter)
+            job = await make(None)
+        return replace(job, remake=remake)
 
     async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
         wire = await _parsed(CompletionRequest, body)
         target = self._resolve(tenant, wire.model)
-        tenant = target.owner or tenant
-        salt = self._directory.cache_salt(tenant)
-        wire = with_defaults(wire, self._defaults[target.model])
-        tokenizer = self._texts[target.model].tokenizer
+        owner = target.owner or tenant
+        salt, text = self._directory.cache_salt(owner), self._texts[target.model]
         given = [wire.prompt] if isinstance(wire.prompt, str) else wire.prompt
         for prompt in given:
             if isinstance(prompt, str):
                 await self._check_size(body, target, prompt)
         limit = self.config.ingress.max_prompts
-        return self._checked(
-            await completion_job(wire, target, tenant, salt, tokenizer, limit, answer_id)
-        )
+
+        async def make(extras: AdapterExtras) -> Job:
+            filled = self._filled(wire, target, extras)
+            tokenizer = text.tokenizer
+            job = await completion_job(
+                filled, target, owner, salt, tokenizer, limit, answer_id, extras
+            )
+            return replace(self._checked(job), remake=make)
+
+        return await make(text.chats.known(target.adapter) or NO_EXTRAS)
+
+    def _filled(self, wire: _Wire, target: Target, extras: AdapterExtras | None) -> _Wire:
+        """The request with what its adapter, then its base model, says of what it leaves open."""
+        if extras is not None and self._settings[target.model].generation_defaults:
+            wire = with_defaults(wire, dict(extras.sampling))
+        return with_defaults(wire, self._defaults[target.model])
 
     async def _check_size(self, body: bytes, target: Target, prompt: object) -> None:
         """Refuse early what is far too long. Errors: ApiError 400."""
@@ -289,9 +327,18 @@ class Frontend:
         num_choices = job.requests[0].sampling.n
         names = {request.request_id for request in job.requests if again}
         self._again |= names
-        streams = [text.stream(request, job.stop) for request in job.requests]
         self._meters.update((request.request_id, meter) for request in job.requests)
         try:
+            requests, remake = job.requests, Remaker(job)
+            # What a broken connection was told of is no place to learn of another template.
+            if again and text.chats.known(job.target.adapter) is None:
+                extras = await text.ask_extras(requests[0])
+                if extras is not None and extras.key:
+                    requests = tuple([await remake(i, extras) for i in range(len(requests))])
+            streams = [
+                text.stream(request, job.stop, remake=partial(remake, number))
+                for number, request in enumerate(requests)
+            ]
             async with aclosing(interleave(streams)) as outputs:
                 async for number, output in outputs:
                     if output.error_code is not None:

@@ -1,21 +1,18 @@
 """How a base model's maker wants it sampled: generation_config.json, where a request says nothing.
 
-Not here: what the values do (SamplingParams), and the end-of-text ids of that file (tokenizer).
+Not here: an adapter's own file (its replica reads it), what the values do (SamplingParams), and the
+end-of-text ids of that file (tokenizer).
 """
 
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
-from model_runner.request import SamplingParams
+from adapter_store.extras import sampling_fields
 
 _FILE = "generation_config.json"
-_KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"} & {
-    field.name for field in fields(SamplingParams)
-}
 _Wire = TypeVar("_Wire", bound=BaseModel)
 
 
@@ -33,14 +30,10 @@ def read_generation_defaults(folder: str | Path) -> dict[str, float]:
         raise ValueError(f"{path}: {exc}") from None
     if not isinstance(said, dict):
         raise ValueError(f"{path}: must be an object")
-    found: dict[str, Any] = {key: said[key] for key in _KEYS if said.get(key) is not None}
-    if said.get("do_sample") is False:
-        found["temperature"] = 0
-    if found.get("top_k") == -1:  # another way to say "all"
-        found["top_k"] = 0
-    if problem := SamplingParams(**found).problem():
-        raise ValueError(f"{path}: {problem}")
-    return found
+    try:
+        return sampling_fields(said)
+    except ValueError as exc:
+        raise ValueError(f"{path}: {exc}") from None
 
 
 def with_defaults(wire: _Wire, defaults: dict[str, float]) -> _Wire:

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS, ApiError, internal_error
-from deployments.body import BodyLimits, read_body
+from deployments.body import BIG_BYTES, BodyLimits, Share, read_body
 from deployments.config import ServiceConfig
 from deployments.edge import STALL_HEADER
 from deployments.frontend import Frontend, Prepare
@@ -183,18 +183,37 @@ def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await _answer(frontend, request, frontend.completion)
 
+    if frontend.operators.exist:
+
+        @api.post("/operator/validate")
+        async def validate(request: Request) -> Response:
+            return JSONResponse(await _validate(frontend, request))
+
     return api
 
 
-def _tenant(frontend: Frontend, request: Request) -> TenantConfig:
-    """Who asks. A header that says so twice is refused: a gateway may have added one of the two.
+async def _validate(frontend: Frontend, request: Request) -> dict[str, Any]:
+    """An operator's question. Errors: ApiError; 499 for one who does not wait for the answer."""
+    _check_single(request, "authorization")
+    frontend.operators.check(request.headers)
+    with frontend.bodies.share("") as share:
+        try:
+            body = await _read(frontend, request, BIG_BYTES, share)
+            return await _unless_gone(request.receive, frontend.operators.validate(body))
+        except ClientGone:
+            raise ApiError(CLIENT_GONE_STATUS, "the client is gone") from None
 
-    Errors: ApiError 400, 401.
-    """
-    trusted = frontend.config.ingress.trusted_tenant_header.lower()
-    for name in ("authorization", trusted):
-        if name and len(request.headers.getlist(name)) > 1:
-            raise ApiError(400, f"the header {name} is there more than once")
+
+def _check_single(request: Request, name: str) -> None:
+    """A header that is there twice is refused: a gateway may have added one of the two."""
+    if name and len(request.headers.getlist(name)) > 1:
+        raise ApiError(400, f"the header {name} is there more than once")
+
+
+def _tenant(frontend: Frontend, request: Request) -> TenantConfig:
+    """Who asks. Errors: ApiError 400, 401."""
+    for name in ("authorization", frontend.config.ingress.trusted_tenant_header.lower()):
+        _check_single(request, name)
     return frontend.tenant_of(request.headers)
 
 
@@ -241,16 +260,8 @@ async def _job(
     frontend: Frontend, request: Request, tenant: TenantConfig, prepare: Prepare
 ) -> tuple[Job, Resumption]:
     """The request's body, ready to run. Errors: ApiError; ClientGone for an upload given up."""
-    settings = frontend.config.ingress
-    limits = BodyLimits(
-        settings.max_body_bytes, settings.max_stalled_s, settings.min_body_bytes_per_s
-    )
     with frontend.bodies.share(tenant.tenant_id) as share:
-        try:
-            declared = request.headers.get("content-length")
-            body = await read_body(request.stream(), declared, limits, share)
-        except (ClientDisconnect, RayError):
-            raise ClientGone from None
+        body = await _read(frontend, request, frontend.config.ingress.max_body_bytes, share)
         cursor = request.headers.get("last-event-id")
         resumption = frontend.resumption(tenant, request.url.path, body, cursor)
         prepared = frontend.prepared(prepare, tenant, body, resumption.answer_id)
@@ -260,6 +271,17 @@ async def _job(
             job = await _unless_gone(request.receive, prepared)
     resumption.begin(job)
     return job, resumption
+
+
+async def _read(frontend: Frontend, request: Request, max_bytes: int, share: Share) -> bytes:
+    """A whole body. Errors: ApiError; ClientGone for an upload given up."""
+    settings = frontend.config.ingress
+    limits = BodyLimits(max_bytes, settings.max_stalled_s, settings.min_body_bytes_per_s)
+    try:
+        declared = request.headers.get("content-length")
+        return await read_body(request.stream(), declared, limits, share)
+    except (ClientDisconnect, RayError):
+        raise ClientGone from None
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -325,5 +347,6 @@ class Ingress:
             return
         for task in self._tasks:
             task.cancel()
+        await asyncio.to_thread(self._frontend.stop)
         if self._writer is not None:
             await self._writer.close()

@@ -14,7 +14,7 @@ class Progress:
     the adapter, which another replica must have as well.
 
     attempt  which run of the request this is, from 1
-    mark     of a request that was run before for another connection
+    mark     of a request that was run before: for another connection, or with another prompt
     Each run has an id of its own in the engines, so that what is left of one cannot be taken for
     another's.
     """

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
-from deployments.adapter_actor import adapter_store_actor
+from deployments.adapter_actor import ServedModel, adapter_store_actor
 from deployments.autoscaling import Demand
 from deployments.catalog import Answer, Report
 from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
@@ -144,6 +144,25 @@ class Replica:
         """End one sequence of a request, or all; an id that is not here is passed over."""
         self._loop.abort(request_id, index)
 
+    async def validate(self, uri: str) -> dict[str, Any] | None:
+        """What would come of an adapter here, as `adapter_store.validation.as_values` tells it.
+
+        The node's actor reads it: the engine's process has other work. None: that actor judges
+        another one just now. `uri` is read as it stands.
+        """
+        served = ServedModel(
+            self._model,
+            self._config.model,
+            self._loop.stats().arena_bytes if self._config.max_loras else 0,
+        )
+        try:
+            actor = await self._node_actor()
+            report: dict[str, Any] | None = await actor.validate.remote(uri, served)
+        except Exception:
+            self._actor = None
+            raise
+        return report
+
     async def stats(self) -> EngineStats:
         """The engine's latest snapshot."""
         return self._loop.stats()
@@ -267,6 +286,7 @@ class Replica:
                 config.host_cache_dir,
                 config.host_cache_bytes,
                 self._s3,
+                config.model,
             )
         )
         return actor

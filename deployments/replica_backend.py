@@ -62,6 +62,7 @@ class ReplicaBackend:
         self._patience_s = patience_s
         self._caller = caller
         self._recalled = plain.options(method_name="recall")
+        self._validated = plain.options(method_name="validate")
         self._running: dict[str, Progress] = {}
         self._pulse = Pulse(_is_there)
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -77,7 +78,9 @@ class ReplicaBackend:
         again  it ran before, for a connection that broke: from the ids of then where a replica
                still knows them, else from its beginning
         """
-        mark = secrets.token_hex(4) if again else ""
+        # Made anew for other extras, it has another name: its first run may not be over there.
+        marks = secrets.token_hex(4) if again else "", (request.extras_key or "")[:8]
+        mark = "/".join(filter(None, marks))
         progress = self._running[request.request_id] = Progress(request, mark)
         lost: tuple[str, ...] = ()
         try:
@@ -116,6 +119,12 @@ class ReplicaBackend:
         finally:
             if self._running.get(request.request_id) is progress:
                 del self._running[request.request_id]
+
+    async def validate(self, uri: str) -> dict[str, Any] | None:
+        """What a replica's node makes of an adapter, see `Replica.validate`. Errors: those of a
+        call."""
+        report: dict[str, Any] | None = await self._validated.remote(uri)
+        return report
 
     async def abort(self, request_id: str, index: int) -> None:
         """Said to every replica of the model: the others do not know the request and do nothing."""

@@ -76,13 +76,18 @@ class PlacementRequestRouter(RequestRouter):
             line.append(turn)
         line[0].set()
         try:
-            return await self._choose_in_turn(pending_request, place, turn)
+            chosen = await self._choose_in_turn(pending_request, place, turn)
         finally:
             line.remove(turn)
             if line:
                 line[0].set()
             else:
                 self._lines.pop(name, None)
+        if place is not None:
+            # The caller, who is in this process, asks from now on whether it lives: one that stands
+            # still neither takes nor rejects the call, and Serve waits for it without a limit.
+            place.taken_by.append(chosen.replica_id.to_full_id_str())
+        return chosen
 
     async def _choose_in_turn(
         self, pending_request: PendingRequest, place: Place | None, turn: asyncio.Event
@@ -124,14 +129,6 @@ class PlacementRequestRouter(RequestRouter):
         for replica in replicas:
             self._replica_queue_len_cache.invalidate_key(replica.replica_id)
         return await self._select_from_candidate_replicas(replicas, attempt)
-
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
-    ) -> None:
-        """Tell the caller, who is in this process, which replica took its call."""
-        place = pending_request.kwargs.get("place")
-        if place is not None:
-            place.taken_by.append(replica_id.to_full_id_str())
 
     async def choose_replicas(
         self,

@@ -108,6 +108,10 @@ class Writer:
         self._include_usage = include_usage
         self._choices: dict[int, _Choice] = {}
 
+    def take_prompt(self, other: "Writer") -> None:
+        """The prompt was made anew, as `other` has it."""
+        self._part = other._part
+
     def collect(self, index: int, output: TextOutput) -> None:
         """Keep an output for `whole`."""
         self._choices.setdefault(index, _Choice()).add(output)

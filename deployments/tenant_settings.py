@@ -17,7 +17,7 @@ STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 """Of every part of the file: unknown keys are refused, nothing changes later."""
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-_DIGEST = "sha256:"
+DIGEST = "sha256:"
 
 
 class AdapterEntry(BaseModel):
@@ -60,9 +60,7 @@ class TenantSettings(BaseModel):
     @field_validator("api_keys", mode="before")
     @classmethod
     def _digest_keys(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-            raise ValueError("must be a list of strings")
-        return tuple(_key_digest(number, key) for number, key in enumerate(value))
+        return digest_keys(value)
 
     @field_validator("adapters", mode="before")
     @classmethod
@@ -91,7 +89,7 @@ class TenantSettings(BaseModel):
         listed = [name if times[name] == 1 else f"{base}:{name}" for name, base, _ in entries]
         return TenantConfig(
             tenant_id=self.tenant_id,
-            api_key_digests=tuple(key.removeprefix(_DIGEST) for key in self.api_keys),
+            api_key_digests=tuple(key.removeprefix(DIGEST) for key in self.api_keys),
             adapters={
                 name: AdapterRef(
                     adapter_id=f"{self.tenant_id}/{name}",
@@ -136,7 +134,7 @@ def _adapter_problems(tenant: TenantSettings, models: Sequence[str], root: str) 
         if ":" in given and entry.base:
             yield f"{where}: its base is in its name already"
         uri = join_uri(root, entry.uri)
-        if not any(_inside(uri, prefix) for prefix in tenant.allowed_uris or (root,)):
+        if not any(inside(uri, prefix) for prefix in tenant.allowed_uris or (root,)):
             yield f"{where}: {uri} is outside of what this tenant is allowed"
 
 
@@ -168,7 +166,7 @@ def doubles(values: Sequence[str]) -> list[str]:
     return sorted(value for value, times in Counter(values).items() if times > 1)
 
 
-def _inside(uri: str, prefix: str) -> bool:
+def inside(uri: str, prefix: str) -> bool:
     """Whether a uri lies at or below a prefix, folder by folder; dots do not lead out of it."""
     if not prefix:
         return False
@@ -176,12 +174,19 @@ def _inside(uri: str, prefix: str) -> bool:
     return plain_uri == plain_prefix or plain_uri.startswith(plain_prefix.rstrip("/") + "/")
 
 
+def digest_keys(value: Any) -> tuple[str, ...]:
+    """Keys as a file has them -> `sha256:<hex>`. Errors: ValueError, without the key itself."""
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise ValueError("must be a list of strings")
+    return tuple(_key_digest(number, key) for number, key in enumerate(value))
+
+
 def _key_digest(number: int, key: str) -> str:
-    if key.startswith(_DIGEST):
-        digest = key.removeprefix(_DIGEST).lower()
+    if key.startswith(DIGEST):
+        digest = key.removeprefix(DIGEST).lower()
         if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise ValueError(f"key {number}: {_DIGEST} must be followed by 64 hex digits")
-        return _DIGEST + digest
+            raise ValueError(f"key {number}: {DIGEST} must be followed by 64 hex digits")
+        return DIGEST + digest
     if len(key) < 8:
         raise ValueError(f"key {number} is shorter than 8 characters")
-    return _DIGEST + key_digest(key)
+    return DIGEST + key_digest(key)

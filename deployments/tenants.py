@@ -123,6 +123,12 @@ class TenantDirectory:
         return hmac.new(self._salt_key, tenant.tenant_id.encode(), sha256).hexdigest()
 
 
+def bearer_key(authorization: str) -> str | None:
+    """The key of an Authorization header; None if it is of another scheme."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
 def key_digest(api_key: str) -> str:
     """SHA-256 of an API key in hex: the only form in which keys are kept."""
     return sha256(api_key.encode("utf-8", "surrogateescape")).hexdigest()

@@ -6,20 +6,26 @@ layer absorbs them into its queries and outputs), writing the cache (mla_kv.py).
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.mla_attention_triton import (
-    BLOCK_N,
-    attend,
-    attend_kernel,
+    MIN_BLOCKS,
+    LatentTile,
     combine_kernel,
-    head_tile,
+    decode,
+    decode_kernel,
+    decode_tile,
+    prefill,
+    prefill_kernel,
+    prefill_tile,
 )
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 from kernels.paged_attention import Rows, make_case, paged_attention_reference
-from kernels.paged_attention_triton import MAX_SPLITS, MIN_BLOCKS
+from kernels.paged_attention_triton import MAX_SPLITS
 
 
 def mla_attention(
@@ -55,7 +61,10 @@ def mla_attention(
         )  # fmt: skip
     assert q_latent.is_contiguous() and cache.is_contiguous() and q_rope.stride(2) == 1
     assert page_table.stride(1) == 1, "a row's pages must lie side by side"
-    return attend(q_latent, q_rope, cache, page_table, seq_lens, cu_q, scale, max_len)
+    if not q_latent.shape[0] or not seq_lens.shape[0]:
+        return torch.zeros_like(q_latent)
+    args = (q_latent, q_rope, cache, page_table, seq_lens, cu_q, scale)
+    return prefill(*args) if max_q > 1 else decode(*args, max_len)
 
 
 def mla_attention_reference(
@@ -133,23 +142,26 @@ def _aot() -> Iterable[AotSpec]:
     strides = ("rope_token", "rope_head")
     signature |= dict.fromkeys(counts, "i32") | dict.fromkeys(strides, "i32:16")
     signature |= {"table_stride": "i32"}
-    for num_q in (16, 128):
-        block_h, warps = head_tile(num_q)
-        for split in (False, True):
-            constants = {
-                "Q": num_q, "R": 512, "D": 64, "C": 16, "SPLIT": split, "BLOCK_H": block_h,
-                "BLOCK_N": BLOCK_N, "BLOCK_R": 512, "BLOCK_D": 64, "MIN_BLOCKS": MIN_BLOCKS,
-                "UPCAST": False,
-            }  # fmt: skip
-            wanted = {k: v for k, v in signature.items() if k in attend_kernel.arg_names}
-            name = f"q{num_q}_{'split' if split else 'whole'}"
-            yield AotSpec(name, attend_kernel, wanted, constants, num_warps=warps, num_stages=2)
-        constants = {
-            "Q": num_q, "R": 512, "BLOCK_N": BLOCK_N, "BLOCK_R": 512, "MIN_BLOCKS": MIN_BLOCKS,
-            "MAX_SPLITS": MAX_SPLITS,
+
+    def spec(name: str, kernel: Any, tile: LatentTile, **constants: Any) -> AotSpec:
+        every = {
+            "R": 512, "D": 64, "C": 16, "BLOCK_T": tile.tokens, "BLOCK_H": tile.heads,
+            "BLOCK_N": tile.keys, "BLOCK_R": 512, "BLOCK_D": 64, "MIN_BLOCKS": MIN_BLOCKS,
+            "MAX_SPLITS": MAX_SPLITS, "UPCAST": False, **constants,
         }  # fmt: skip
-        wanted = {k: v for k, v in signature.items() if k in combine_kernel.arg_names}
-        yield AotSpec(f"q{num_q}_combine", combine_kernel, wanted, constants, num_warps=4)
+        wanted, known = (
+            {k: v for k, v in given.items() if k in kernel.arg_names}
+            for given in (signature, every)
+        )
+        return AotSpec(name, kernel, wanted, known, tile.num_warps, tile.num_stages)
+
+    for num_q in (16, 128):
+        tile = decode_tile(num_q)
+        for split in (False, True):
+            name = f"q{num_q}_{'split' if split else 'whole'}"
+            yield spec(name, decode_kernel, tile, Q=num_q, SPLIT=split)
+        yield spec(f"q{num_q}_combine", combine_kernel, replace(tile, num_warps=4), Q=num_q)
+        yield spec(f"q{num_q}_prefill", prefill_kernel, prefill_tile(num_q), Q=num_q)
 
 
 def _bytes(inputs: Inputs) -> int:

@@ -20,6 +20,9 @@ from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 
 _BLOCK_R = 16
 _BLOCK_N = 128
+# From so many tokens on they are taken by tiles: a prompt's tokens share their factors.
+_MANY = 64
+_TILE_T, _TILE_N = 64, 64
 
 
 def mla_query_lora(
@@ -33,7 +36,8 @@ def mla_query_lora(
              A [1, r, R], B [1, r, Q (Dk + dim_v)], head by head: keys, then values
     target   row of the tables. Rows of base tokens and of slots without it keep all bits.
     Needs:   the tables' memory of q's dtype.
-    Cost:    reads A once for every token and head, and B's keys once a token.
+    Cost:    reads A once for every head and token (from 64 tokens on: tile of tokens), and B's
+             keys once a token or tile.
     """
     if not use_triton(q):
         mla_query_lora_reference(q_latent, q, tables, target, slot_of_token, dim_v)
@@ -112,19 +116,39 @@ def _launch(
         (tables.b_off, tables.a_off) if b_first else (tables.a_off, tables.b_off)
     )
     wide = num_heads * max(shrink[0], expand[0])
-    _mla_lora_kernel[(num_heads, num_tokens)](
+    args = (
         y, x, slot_of_token, tables.memory, first_off, second_off, tables.lora_rank,
-        target, tables.num_slots, x.stride(0), x.stride(1),
+        target, tables.num_slots, num_tokens, x.stride(0), x.stride(1),
         wide if b_first else in_, out if b_first else wide, in_, out,
-        FIRST_HEAD=shrink[0], FIRST_SKIP=shrink[1], SECOND_HEAD=expand[0], SECOND_SKIP=expand[1],
-        BLOCK_R=_BLOCK_R, BLOCK_N=_BLOCK_N, num_warps=2,
     )  # fmt: skip
+    columns = {
+        "FIRST_HEAD": shrink[0], "FIRST_SKIP": shrink[1],
+        "SECOND_HEAD": expand[0], "SECOND_SKIP": expand[1],
+    }  # fmt: skip
+    if num_tokens < _MANY:
+        _mla_lora_kernel[(num_heads, num_tokens)](
+            *args, **columns, BLOCK_R=_BLOCK_R, BLOCK_N=_BLOCK_N, num_warps=2
+        )
+    else:
+        _mla_lora_tile_kernel[(num_heads, triton.cdiv(num_tokens, _TILE_T))](
+            *args,
+            **columns,
+            BLOCK_T=_TILE_T,
+            BLOCK_R=_tile_r(tables.max_rank),
+            BLOCK_N=_TILE_N,
+            num_warps=4,
+        )
 
 
-@triton.jit(do_not_specialize=["target"])
+def _tile_r(max_rank: int) -> int:
+    """Columns of the small product: all of most ranks, so that y is rounded once."""
+    return min(64, max(16, triton.next_power_of_2(max_rank)))
+
+
+@triton.jit(do_not_specialize=["target", "num_tokens"])
 def _mla_lora_kernel(
     y_ptr, x_ptr, slots_ptr, memory_ptr, first_off_ptr, second_off_ptr, rank_ptr,
-    target, num_slots, x_token, x_head, first_row, second_row, in_, out,
+    target, num_slots, num_tokens, x_token, x_head, first_row, second_row, in_, out,
     FIRST_HEAD: tl.constexpr, FIRST_SKIP: tl.constexpr,
     SECOND_HEAD: tl.constexpr, SECOND_SKIP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -161,6 +185,58 @@ def _mla_lora_kernel(
             tl.store(y_row + n, (y.to(tl.float32) + delta).to(y.dtype), mask=n < out)
 
 
+@triton.jit(do_not_specialize=["target", "num_tokens"])
+def _mla_lora_tile_kernel(
+    y_ptr, x_ptr, slots_ptr, memory_ptr, first_off_ptr, second_off_ptr, rank_ptr,
+    target, num_slots, num_tokens, x_token, x_head, first_row, second_row, in_, out,
+    FIRST_HEAD: tl.constexpr, FIRST_SKIP: tl.constexpr,
+    SECOND_HEAD: tl.constexpr, SECOND_SKIP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    slot_of = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+    slot_of = tl.where(slot_of < num_slots, slot_of, -1)
+    x_row = x_ptr + token * x_token + head * x_head
+    y_row = y_ptr + (token * tl.num_programs(0) + head) * out
+    slot = tl.max(slot_of, 0)
+    while slot >= 0:  # one slot after the other: in a prompt there is one
+        mine = (slot_of == slot)[:, None]  # [BLOCK_T, 1]
+        slot_of = tl.where(slot_of == slot, -1, slot_of)
+        row = target * num_slots + slot
+        slot = tl.max(slot_of, 0)
+        rank = tl.load(rank_ptr + row)
+        first_off = tl.load(first_off_ptr + row)
+        second_off = tl.load(second_off_ptr + row)
+        rank = tl.where((first_off < 0) | (second_off < 0), 0, rank)
+        first = memory_ptr + first_off + head * FIRST_HEAD + FIRST_SKIP
+        second = memory_ptr + second_off + head * SECOND_HEAD + SECOND_SKIP
+        for start in range(0, rank, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)  # [BLOCK_R]
+            z = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            for k in range(0, in_, BLOCK_N):
+                n = k + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                x = tl.load(
+                    x_row[:, None] + n[None, :], mask=mine & (n < in_)[None, :], other=0.0
+                )  # [BLOCK_T, BLOCK_N]
+                w = tl.load(
+                    first + r[None, :] * first_row + n[:, None],
+                    mask=(r < rank)[None, :] & (n < in_)[:, None], other=0.0,
+                )  # [BLOCK_N, BLOCK_R]  # fmt: skip
+                z = tl.dot(x, w, z, input_precision="ieee")
+            for k in range(0, out, BLOCK_N):
+                n = k + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                w = tl.load(
+                    second + r[:, None] * second_row + n[None, :],
+                    mask=(r < rank)[:, None] & (n < out)[None, :], other=0.0,
+                )  # [BLOCK_R, BLOCK_N]  # fmt: skip
+                delta = tl.dot(z.to(w.dtype), w, input_precision="ieee")  # [BLOCK_T, BLOCK_N]
+                to = y_row[:, None] + n[None, :]
+                live = mine & (n < out)[None, :]
+                y = tl.load(to, mask=live, other=0.0)
+                tl.store(to, (y.to(tl.float32) + delta).to(y.dtype), mask=live)
+
+
 def _cases(value: bool) -> Iterator[Case]:
     def case(
         name: str, tokens: int, heads: int, dim_k: int, dim_v: int, latent: int, ranks: list[int],
@@ -184,7 +260,9 @@ def _cases(value: bool) -> Iterator[Case]:
     yield case("odd", 5, 3, 12, 20, 40, [4, 0, 8])
     yield case("one", 1, 1, 16, 16, 32, [8])
     yield case("ranks", 9, 2, 16, 8, 136, [24, 8, 0, 16])
+    yield case("tiles", 70, 2, 12, 20, 72, [24, 8, 0, 72])
     yield case("v2_lite_decode", 32, 16, 128, 128, 512, [32] * 8, small=False)
+    yield case("v2_lite_prefill", 1600, 16, 128, 128, 512, [32], small=False)
     yield case("v3_decode", 8, 128, 128, 128, 512, [16] * 4, small=False)
 
 
@@ -192,8 +270,8 @@ def _aot() -> Iterator[AotSpec]:
     signature = {
         "y_ptr": "*bf16", "x_ptr": "*bf16", "slots_ptr": "*i32", "memory_ptr": "*bf16",
         "first_off_ptr": "*i64", "second_off_ptr": "*i64", "rank_ptr": "*i32", "target": "i32",
-        "num_slots": "i32", "x_token": "i32:16", "x_head": "i32:16", "first_row": "i32:16",
-        "second_row": "i32:16", "in_": "i32:16", "out": "i32:16",
+        "num_slots": "i32", "num_tokens": "i32", "x_token": "i32:16", "x_head": "i32:16",
+        "first_row": "i32:16", "second_row": "i32:16", "in_": "i32:16", "out": "i32:16",
     }  # fmt: skip
     heads = {
         "query": {"FIRST_HEAD": 256, "FIRST_SKIP": 0, "SECOND_HEAD": 0, "SECOND_SKIP": 0},
@@ -202,6 +280,10 @@ def _aot() -> Iterator[AotSpec]:
     for name, columns in heads.items():
         constants = {**columns, "BLOCK_R": _BLOCK_R, "BLOCK_N": _BLOCK_N}
         yield AotSpec(f"v3_{name}", _mla_lora_kernel, signature, constants, num_warps=2)
+        for block_r in (_tile_r(32), _tile_r(64)):
+            tile = {**columns, "BLOCK_T": _TILE_T, "BLOCK_R": block_r, "BLOCK_N": _TILE_N}
+            name_r = f"v3_{name}_r{block_r}"
+            yield AotSpec(name_r, _mla_lora_tile_kernel, signature, tile, num_warps=4)
 
 
 def _bytes(inputs: Inputs) -> int:

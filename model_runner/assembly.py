@@ -15,6 +15,7 @@ from adapter_store.host_cache import HostCache
 from adapter_store.packed_layout import ALIGN_BYTES
 from adapter_store.sources.source import S3Options
 from adapter_store.store import AdapterStore
+from adapter_store.weights import LoraTarget, assuming
 from kernels.lora_tables import LoraTables
 from kernels.op import references_only
 from kernels.tiling import check_start, gpu_name
@@ -35,11 +36,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of. max_len: prompt and output together, in tokens."""
+    """What an engine is made of.
+
+    max_len  prompt and output together, in tokens;  targets  what adapters may change, the arena's
+    """
 
     device: torch.device
     dtype: torch.dtype
     max_len: int
+    targets: tuple[LoraTarget, ...]
     model_config: ModelConfig
     model: Decoder
     arena: AdapterArena
@@ -63,8 +68,9 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     max_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     with torch.inference_mode():
         model = family(model_config, _open_reader(config, device, weight_dtype), max_len)
+    targets = assuming(model.lora_targets, config.assume_transformers)
     arena = AdapterArena(
-        model.lora_targets,
+        targets,
         max(1, config.max_loras),
         arena_bytes(config, on_cpu),
         weight_dtype,
@@ -75,7 +81,12 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     cache_dir = Path(config.host_cache_dir) if config.host_cache_dir else None
     host_cache = HostCache(cache_dir, config.host_cache_bytes)
     store = AdapterStore(
-        model.lora_targets, arena, host_cache, load_threads=config.adapter_load_threads, s3=s3
+        targets,
+        arena,
+        host_cache,
+        load_threads=config.adapter_load_threads,
+        s3=s3,
+        base_folder=Path(config.model),
     )
     layout = plan_kv(model_config)
     size = page_bytes(model_config, layout, config.page_tokens, dtype)
@@ -109,6 +120,7 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
         device,
         dtype,
         max_len,
+        targets,
         model_config,
         model,
         arena,

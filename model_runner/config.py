@@ -24,6 +24,9 @@ class EngineConfig:
     max_loras        slots (L): adapters resident at once;  lora_bytes  the arena, 0 = 64 MiB on a
                      CPU, 8 GiB on a GPU; one adapter may take half of it
     max_lora_rank    the largest rank that is accepted
+    assume_transformers  4 or 5: the release beside which adapters are trained, for the few files
+                     whose expert tensors' sizes do not tell their layout (a square down_proj alone,
+                     as gpt-oss has it); 0 = not known: read as 5, with a warning
     host_cache_dir   folder of packed adapters ("" = a private one in /dev/shm);  host_cache_bytes
                      its budget
     adapter_load_threads  adapters fetched side by side
@@ -47,6 +50,7 @@ class EngineConfig:
     max_loras: int = 8
     lora_bytes: int = 0
     max_lora_rank: int = 64
+    assume_transformers: int = 0
     host_cache_dir: str = ""
     host_cache_bytes: int = 4 << 30
     adapter_load_threads: int = 4
@@ -79,6 +83,10 @@ class EngineConfig:
                 getattr(self, name) in ("", "bfloat16", "float32"),
                 f"{name} must be bfloat16 or float32, not {getattr(self, name)!r}",
             )
+        _require(
+            self.assume_transformers in (0, 4, 5),
+            f"assume_transformers must be 0, 4 or 5, not {self.assume_transformers}",
+        )
         kind, _, seed = self.load_format.partition(":")
         _require(
             self.load_format == "safetensors" or (kind == "random" and seed.isdigit()),

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from adapter_store.errors import AdapterUnavailable
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from kernels.op import compiled_kernels, references_only
@@ -19,7 +20,14 @@ from model_runner.assembly import assemble
 from model_runner.config import EngineConfig
 from model_runner.execution.runner import PendingStep, ScoreSink
 from model_runner.execution.sampler import TokenMask
-from model_runner.outputs import adapter_error, find_fault, make_end, make_failure, make_news
+from model_runner.outputs import (
+    adapter_error,
+    find_fault,
+    make_end,
+    make_failure,
+    make_news,
+    other_extras,
+)
 from model_runner.request import (
     Completion,
     ErrorCode,
@@ -50,7 +58,7 @@ class Engine:
         parts = assemble(config, s3)
         self.device, self.dtype, self.max_len = parts.device, parts.dtype, parts.max_len
         self.model, self.model_config = parts.model, parts.model_config
-        self.targets, self.arena, self.store = parts.model.lora_targets, parts.arena, parts.store
+        self.targets, self.arena, self.store = parts.targets, parts.arena, parts.store
         self.pool, self.runner, self.scheduler = parts.pool, parts.runner, parts.scheduler
         self._host_cache = parts.host_cache
         on_cpu = self.device.type == "cpu"
@@ -338,14 +346,11 @@ class Engine:
             error = self.store.error_of(request.adapter)
             digest = self.store.digest_of(request.adapter)
             if error is not None:
-                del self._arriving[request_id], self._lives[request_id]
-                del self._submitted_s[request_id]
-                code, text = adapter_error(error)
-                self.store.forget(request.adapter)
-                self._outputs += [
-                    make_failure(request, i, code, text) for i in self._still_wanted(request)
-                ]
-                self._gone.pop(request_id, None)
+                self._refuse_arriving(request, adapter_error(error))
+                continue
+            extras = self.store.extras_of(digest) if digest is not None else NO_EXTRAS
+            if digest is not None and (why := other_extras(request, extras)):
+                self._refuse_arriving(request, why, extras)
             elif digest is not None:
                 del self._arriving[request_id]
                 bound = dataclasses.replace(request.adapter, revision=digest)
@@ -353,6 +358,18 @@ class Engine:
                 for _ in self._still_wanted(request):
                     self.store.prefetch(bound)
                 self._admit(dataclasses.replace(request, adapter=bound))
+
+    def _refuse_arriving(
+        self, request: Request, why: tuple[ErrorCode, str], extras: AdapterExtras | None = None
+    ) -> None:
+        """End a request that the scheduler does not know yet."""
+        request_id, ref = request.request_id, request.adapter
+        assert ref is not None
+        wanted = self._still_wanted(request)
+        self._outputs += [make_failure(request, i, *why, extras) for i in wanted]
+        del self._arriving[request_id], self._lives[request_id], self._submitted_s[request_id]
+        self._gone.pop(request_id, None)
+        self.store.forget(ref)
 
     def _refuse_modest(self) -> None:
         """Requests that nobody is evicted for, where their adapter finds no room by itself."""
@@ -365,11 +382,7 @@ class Engine:
             elif (why := self._find_no_room(ref)) is not None:
                 del self._modest[request_id]
                 if request_id in self._arriving:
-                    wanted = self._still_wanted(request)
-                    self._outputs += [make_failure(request, i, *why) for i in wanted]
-                    del self._arriving[request_id], self._lives[request_id]
-                    self._gone.pop(request_id, None)
-                    self.store.forget(ref)
+                    self._refuse_arriving(request, why)
                 for life in lives:
                     self.store.forget(ref)
                     self.scheduler.abort(life.seq_id)

@@ -6,6 +6,7 @@ Plain values only: nothing here changes any state.
 import dataclasses
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, StoreFull
+from adapter_store.extras import AdapterExtras
 from adapter_store.ref import AdapterRef, is_digest
 from model_runner.request import (
     ErrorCode,
@@ -33,6 +34,8 @@ def find_fault(request: Request, vocab_size: int, max_len: int) -> tuple[ErrorCo
         return ErrorCode.BAD_REQUEST, "the prompt is empty"
     if request.adapter is not None and not isinstance(request.adapter, AdapterRef):
         return ErrorCode.BAD_REQUEST, f"adapter must be an AdapterRef, not {request.adapter!r:.60}"
+    if not isinstance(request.extras_key, str | None):
+        return ErrorCode.BAD_REQUEST, "extras_key must be a string or None"
     if request.adapter_digest and not is_digest(request.adapter_digest):
         text = f"adapter_digest must be a sha256 in hex, not {request.adapter_digest!r:.80}"
         return ErrorCode.BAD_REQUEST, text
@@ -83,6 +86,14 @@ def adapter_error(error: Exception) -> tuple[ErrorCode, str]:
     ), str(error)
 
 
+def other_extras(request: Request, extras: AdapterExtras) -> tuple[ErrorCode, str] | None:
+    """What is wrong where the prompt was made for other extras than its adapter brings."""
+    if request.extras_key in (None, extras.key):
+        return None
+    words = "the adapter has another chat template or other defaults than the prompt was made for"
+    return ErrorCode.OTHER_EXTRAS, words
+
+
 def make_news(
     life: Sequence,
     tokens: tuple[int, ...],
@@ -116,7 +127,8 @@ def make_end(request: Request, index: int, reason: FinishReason) -> RequestOutpu
     return RequestOutput(request.request_id, index, finish_reason=reason, num_prompt_tokens=length)
 
 
-def make_failure(request: Request, index: int, code: ErrorCode, why: str) -> RequestOutput:
-    return dataclasses.replace(
-        make_end(request, index, FinishReason.ERROR), error_code=code, error=why
-    )
+def make_failure(
+    request: Request, index: int, code: ErrorCode, why: str, extras: AdapterExtras | None = None
+) -> RequestOutput:
+    end = make_end(request, index, FinishReason.ERROR)
+    return dataclasses.replace(end, error_code=code, error=why, extras=extras)

@@ -4,6 +4,7 @@ no text."""
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from adapter_store.extras import AdapterExtras
 from adapter_store.ref import AdapterRef
 
 MAX_IDS = 1024  # of one logit_bias, and of one request's stop ids
@@ -28,6 +29,7 @@ class ErrorCode(StrEnum):
     ADAPTER_INVALID = "adapter_invalid"
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
     ADAPTER_TOO_LARGE = "adapter_too_large"
+    OTHER_EXTRAS = "other_extras"
     NOT_FINITE = "not_finite"
     OVERLOADED = "overloaded"
     NO_ROOM = "no_room"
@@ -155,6 +157,9 @@ class Request:
     resumed     () = a new request; else one entry for each of its n sequences, of an answer that
                 broke off: the ids that were delivered of it, or None where it had ended. What comes
                 out are the ids after those, as if it had never broken off (with the same seed).
+    extras_key  `AdapterExtras.key` that the prompt and its sampling were made with. Where the
+                adapter brings others, the request is refused (OTHER_EXTRAS, with those). None =
+                whatever it brings, the ids are as wanted.
     may_evict   False: its adapter takes a slot only if none has to leave for it; where that cannot
                 be, the request is refused (NO_ROOM) instead of waiting.
     Errors: ValueError if `resumed` has not n entries, or none that is to run.
@@ -170,6 +175,7 @@ class Request:
     adapter_digest: str = ""
     resumed: tuple[tuple[int, ...] | None, ...] = ()
     may_evict: bool = True
+    extras_key: str | None = None
 
     def __post_init__(self) -> None:
         if self.resumed and (len(self.resumed) != self.sampling.n or not self.indices):
@@ -210,6 +216,7 @@ class RequestOutput:
     attempt  which replica in turn serves the request, for whoever asks a second one
     prompt_logprobs  of the prompt's tokens from its second on, in the first output of sequence 0
     adapter_digest  the content of its adapter ("" = no adapter, or not known yet).
+    extras  with OTHER_EXTRAS: what the adapter brings
     """
 
     request_id: str
@@ -227,6 +234,7 @@ class RequestOutput:
     queue_s: float = 0.0
     num_discarded_tokens: int = 0
     attempt: int = 1
+    extras: AdapterExtras | None = None
 
     def __reduce__(self) -> tuple[type["RequestOutput"], tuple[object, ...]]:
         """Pickled by position: these cross two processes for every message of every stream."""

@@ -1,14 +1,36 @@
 """`TextEngine`: the text of what an engine streams as ids, cut at stop strings.
 
 It stands in front of a local engine or a remote one. Not for chunks on a wire (the service's), nor
-for templates and vocabularies (tokenizer.py). No torch.
+for vocabularies (tokenizer.py), templates (chat_prompts.py) and stop strings (stop_strings.py). No
+torch.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
-from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
+from model_runner.chat_prompts import ChatPrompts
+from model_runner.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from model_runner.stop_strings import StopMatcher, StopTable
+from model_runner.template_sandbox import TemplateSandbox
+from model_runner.tokenizer import IncrementalDetokenizer, TemplateRefused, Tokenizer
+
+Remake = Callable[[AdapterExtras], Awaitable[Request]]
+UNKNOWN_KEY = "?"
+"""The key of no extras: with it the engine tells those of the adapter."""
+
+UNMADE_IDS = (0,)
+"""The prompt of such a request: it is never computed."""
+
+_MAX_REMADE = 3
 
 
 @dataclass(frozen=True)
@@ -35,102 +57,7 @@ class TextOutput:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-class StopTable:
-    """Stop strings as an Aho-Corasick automaton: made once, shared by all sequences of a request.
-
-    Cost:    memory and time linear in the strings' characters.
-    Errors:  ValueError for an empty string, and for what is no string.
-    Source:  Aho and Corasick, "Efficient string matching", CACM 1975.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str):
-            raise ValueError("stop must be a list of strings, not one string")
-        # Per state: its edges, the state of its longest proper suffix, its length, the longest
-        # stop string that ends in it.
-        self.edges: list[dict[str, int]] = [{}]
-        self.fallback = [0]
-        self.depth = [0]
-        self.found: list[str | None] = [None]
-        for stop in stops:
-            if not isinstance(stop, str) or not stop:
-                raise ValueError(
-                    f"a stop string must be a string that is not empty, not {stop!r:.60}"
-                )
-            self._add(stop)
-        self._link()
-
-    def _add(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            following = self.edges[state].get(char)
-            if following is None:
-                following = self.edges[state][char] = len(self.edges)
-                self.edges.append({})
-                self.fallback.append(0)
-                self.depth.append(self.depth[state] + 1)
-                self.found.append(None)
-            state = following
-        self.found[state] = stop
-
-    def _link(self) -> None:
-        queue = list(self.edges[0].values())
-        for state in queue:  # grows while it is walked: shorter states come first
-            for char, following in self.edges[state].items():
-                self.fallback[following] = self.step(self.fallback[state], char)
-                queue.append(following)
-            if self.found[state] is None:
-                self.found[state] = self.found[self.fallback[state]]
-
-    def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
-        edges, fallback = self.edges, self.fallback
-        while char not in edges[state]:
-            if state == 0:
-                return 0
-            state = fallback[state]
-        return edges[state][char]
-
-
-class StopMatcher:
-    """Finds the first stop string in a text that comes in pieces, however it is cut.
-
-    The first is the one that ends first; of those that end together the longest. Text that may be
-    the start of a stop string is held back, and no other.
-    Cost:  constant per character, amortised.
-    """
-
-    def __init__(self, stops: Sequence[str] | StopTable) -> None:
-        self._table = stops if isinstance(stops, StopTable) else StopTable(stops)
-        self._state = 0
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, piece: str, accept: bool = True) -> str:
-        """The text that this piece makes certain, none of a match; "" after one (`matched`).
-
-        accept  whether a stop string that ends in this piece counts; it is passed over if not.
-        """
-        if self.matched is not None:
-            return ""
-        table, state = self._table, self._state
-        text = self._held + piece
-        for end, char in enumerate(piece, len(self._held) + 1):
-            state = table.step(state, char)
-            found = table.found[state]
-            if accept and found is not None:
-                self.matched, self._held = found, ""
-                return text[: end - len(found)]
-        certain = len(text) - table.depth[state]
-        self._state, self._held = state, text[certain:]
-        return text[:certain]
-
-    def flush(self) -> str:
-        """What was held back, once no more text comes."""
-        held, self._held, self._state = self._held, "", 0
-        return held
+    extras: AdapterExtras | None = None
 
 
 class TextEngine:
@@ -138,6 +65,8 @@ class TextEngine:
 
     stream  submits a request and gives its outputs; closing it aborts the request
     abort   ends one of n sequences: (request_id, index). None: what it still gives is dropped
+    sandbox where adapters' chat templates are rendered, None = one of its own
+    chats   makes the prompts of chats
     """
 
     def __init__(
@@ -145,13 +74,19 @@ class TextEngine:
         tokenizer: Tokenizer,
         stream: Callable[[Request], AsyncIterator[RequestOutput]],
         abort: Callable[[str, int], Awaitable[None] | None] | None = None,
+        sandbox: TemplateSandbox | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chats = ChatPrompts(tokenizer, sandbox)
         self._stream = stream
         self._abort = abort
 
     async def stream(
-        self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
+        self,
+        request: Request,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        remake: Remake | None = None,
     ) -> AsyncGenerator[TextOutput, None]:
         """The request's outputs as text, cut at the first stop string (kept if include_stop).
 
@@ -159,9 +94,92 @@ class TextEngine:
         string that ends before `min_tokens` does not count. A stop id's own text is left out, as a
         stop string's. Closing this generator closes the stream. Every sequence gets an output with
         a finish_reason: ERROR with ENGINE_DEAD if the stream ends without.
-        Errors:  ValueError for an empty stop string, before anything is submitted.
+
+        remake  makes the request anew for the extras that its adapter turns out to bring, which
+                is done before any output is given; None: that is an error output
+        Errors:  ValueError for an empty stop string, before anything is submitted; those of remake.
         """
         table = StopTable(stop) if stop else None
+        for num_left in range(_MAX_REMADE if remake is not None else 0, -1, -1):
+            extras, has_begun = None, False
+            async with aclosing(self._run(request, table, include_stop)) as outputs:
+                async for output in outputs:
+                    if not has_begun and output.extras is not None and num_left:
+                        extras = output.extras
+                        break
+                    if not has_begun and output.error_code is None and request.extras_key == "":
+                        self._remember(request, NO_EXTRAS)
+                    has_begun = True
+                    yield output
+            if extras is None or remake is None:
+                return
+            request = await remake(extras)
+            self._remember(request, extras)
+
+    async def chat(
+        self,
+        request: Request,
+        messages: Sequence[Mapping[str, object]],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+    ) -> AsyncGenerator[TextOutput, None]:
+        """`stream` of a conversation, by the adapter's own chat template where it brings one.
+
+        request  its token_ids are made here
+        Errors:  TemplateRefused; ValueError if a message is malformed.
+        """
+
+        async def make(extras: AdapterExtras) -> Request:
+            adapter, sampling = request.adapter, request.sampling
+            ids = await self.chats.encode(messages, adapter, extras, request.tenant_id)
+            if not sampling.ignore_eos:
+                stop_ids = tuple(dict.fromkeys((*sampling.stop_ids, *extras.eos_ids)))
+                sampling = replace(sampling, stop_ids=stop_ids)
+            return replace(request, token_ids=tuple(ids), sampling=sampling, extras_key=extras.key)
+
+        try:
+            made = await make(self.chats.known(request.adapter) or NO_EXTRAS)
+        except TemplateRefused:
+            if request.adapter is None:
+                raise
+            # What is known of the adapter may not be true any more: the engine will tell.
+            self.chats.forget(request.adapter)
+            made = replace(request, token_ids=UNMADE_IDS, extras_key=UNKNOWN_KEY)
+        async with aclosing(self.stream(made, stop, include_stop, make)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def ask_extras(self, request: Request) -> AdapterExtras | None:
+        """What the request's adapter brings, from the engine that would run it; None: it does not
+        say, for it cannot have the adapter."""
+        name = f"{request.request_id}-extras"
+        asking = replace(
+            request,
+            request_id=name,
+            token_ids=UNMADE_IDS,
+            sampling=SamplingParams(),
+            resumed=(),
+            extras_key=UNKNOWN_KEY,
+        )
+        outputs = self._stream(asking)
+        try:
+            async for output in outputs:
+                if output.extras is not None:
+                    self._remember(request, output.extras)
+                return output.extras
+        finally:
+            await _close(outputs)
+        return None
+
+    def _remember(self, request: Request, extras: AdapterExtras) -> None:
+        adapter = request.adapter
+        if adapter is not None and self.chats.known(adapter) != extras:
+            self.chats.remember(adapter, extras)
+
+    async def _run(
+        self, request: Request, table: StopTable | None, include_stop: bool
+    ) -> AsyncGenerator[TextOutput, None]:
+        """One run of a request, see `stream`."""
         n = request.sampling.n
         running = {i: _SequenceText(self.tokenizer, request, table, include_stop) for i in range(n)}
         outputs = self._stream(request)
@@ -299,6 +317,7 @@ def _as_text(output: RequestOutput, text: str) -> TextOutput:
         num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=output.num_output_tokens,
         prompt_logprobs=output.prompt_logprobs,
+        extras=output.extras,
     )
 
 

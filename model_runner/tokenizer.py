@@ -19,12 +19,17 @@ _BYTE_OF_CHAR = {chr(b): b for b in _PRINTABLE} | {
 }
 
 
+class TemplateRefused(ValueError):
+    """There is no chat template, or it gave no text for these messages."""
+
+
 class Tokenizer:
     """The tokenizer of one model. Safe to share between threads once made.
 
     vocab_size         number of tokens, added ones too (a model may have more rows than that)
     eos_ids            ids that end an answer: of generation_config.json, config.json, the tokenizer
     has_chat_template  whether `encode_chat` can work
+    special_tokens     names that templates know (`bos_token`) -> tokens
     Errors:  FileNotFoundError if `folder` is none; ValueError if it holds no fast tokenizer.
     """
 
@@ -45,6 +50,8 @@ class Tokenizer:
         self._fast.no_padding()
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self.has_chat_template: bool = bool(self._front.chat_template)
+        named = self._front.special_tokens_map
+        self.special_tokens = {role: t for role, t in named.items() if isinstance(t, str)}
         added = self._fast.get_added_tokens_decoder()
         self._special: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.eos_ids: tuple[int, ...] = _eos_ids(path, self._front.eos_token_id)
@@ -74,20 +81,18 @@ class Tokenizer:
         messages  each with `role` and `content`: text, or a list of `{"type": "text", "text": ...}`
                   parts, joined as they are. Other keys (name, tool_calls) go to the template.
         template_kwargs  what the template knows; `add_generation_prompt` is True unless given.
-        Errors:  ValueError if there is no template, or a message is malformed or refused by it.
+        Errors:  TemplateRefused; ValueError if a message is malformed.
         """
         if not self.has_chat_template:
-            raise ValueError("this model has no chat template: use plain text")
-        if not messages:
-            raise ValueError("messages must not be empty")
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+            raise TemplateRefused("this model has no chat template: use plain text")
+        plain = plain_messages(messages)
         kwargs = {"add_generation_prompt": True} | template_kwargs | {"tokenize": False}
         try:
             text = self._front.apply_chat_template(plain, **kwargs)
         except (
             Exception
         ) as error:  # a template is a program of the model's author: it may raise anything
-            raise ValueError(f"the chat template refused the messages: {error}") from error
+            raise TemplateRefused(f"the chat template refused the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)  # the template writes its own
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -160,6 +165,13 @@ class IncrementalDetokenizer:
             self._window = self._window[self._num_given :]
         self._num_given = len(self._window)
         return text
+
+
+def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """A conversation as templates read it: each content is one string. Errors: ValueError."""
+    if not messages:
+        raise ValueError("messages must not be empty")
+    return [_plain_message(i, message) for i, message in enumerate(messages)]
 
 
 def _plain_message(position: int, message: object) -> dict[str, object]:

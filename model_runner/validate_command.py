@@ -1,7 +1,8 @@
 """`python -m adapter_store validate URI --model DIR`: would this adapter be served? If not, why?
 
-Of the model only config.json is read, and no GPU is asked for: the numbers are those of an engine
-on a GPU, or on a CPU with `--device cpu`. An engine has one GPU, so an adapter lies there whole.
+Of the model only config.json is read, and its tokenizer's files where the adapter brings such. No
+GPU is asked for: the numbers are those of an engine on a GPU, or on a CPU with `--device cpu`. An
+engine has one GPU, so an adapter lies there whole.
 S3 is reached as the environment says (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...).
 Exit code: 0 it would be served, 1 it would be refused or is not there, 2 the question makes no
 sense (unknown option, no such model). Not here: the judgement itself (adapter_store/validation.py).
@@ -14,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapter_store.packed_layout import dtype_name, largest_adapter
-from adapter_store.validation import AdapterReport, ServingLimits, validate
+from adapter_store.validation import ServingLimits, as_values, validate
+from adapter_store.weights import assuming
 from model_runner.assembly import arena_bytes, choose_dtypes, read_model_config
 from model_runner.command_line import read_config
 from model_runner.models.lora_targets import list_lora_targets
 
-GPUS = 1
 _QUIET = logging.NullHandler()
 
 
@@ -57,50 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # What the loader logs for an operator of a service stands in the report.
     logging.getLogger("adapter_store").addHandler(_QUIET)
-    targets = list_lora_targets(shape, family.names)
-    report = validate(args.uri, targets, limits, base_name=model.resolve().name)
+    targets = assuming(list_lora_targets(shape, family.names), config.assume_transformers)
+    name = model.resolve().name
+    report = validate(args.uri, targets, limits, base_name=name, base_folder=model)
     values = as_values(report, limits, args.model, shape.architecture)
     print(json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values)))
     return 1 if report.refusals else 0
-
-
-def as_values(
-    report: AdapterReport, limits: ServingLimits, model: str, architecture: str
-) -> dict[str, Any]:
-    """The report as JSON has it. Bytes are null where the load was refused."""
-    share = None
-    if report.num_bytes is not None and limits.pool_bytes:
-        share = round(report.num_bytes / limits.pool_bytes, 6)
-    return {
-        "uri": report.uri,
-        "model": model,
-        "architecture": architecture,
-        "served": not report.refusals,
-        "refused": [{"reason": r.reason, "message": r.message} for r in report.refusals],
-        "layouts": dict(report.layouts),
-        "targets": [
-            {
-                "name": target.name,
-                "adapted": target.num_adapted,
-                "of": target.num_there,
-                "ranks": list(target.ranks),
-                "scales": list(target.scales),
-                "layouts": list(target.layouts),
-            }
-            for target in report.targets
-        ],
-        "gpus": GPUS,
-        "bytes_per_gpu": report.num_bytes,
-        "adapter_memory_bytes": limits.pool_bytes,
-        "largest_adapter_bytes": largest_adapter(limits.pool_bytes),
-        "share_of_memory": share,
-        "dtype": dtype_name(limits.dtype),
-        "max_lora_rank": limits.max_rank,
-        "bound": list(report.manifest.bound),
-        "skipped": dict(report.manifest.skipped),
-        "warnings": list(report.manifest.warnings),
-        "digest": report.digest,
-    }
 
 
 def as_lines(values: dict[str, Any]) -> Iterator[str]:
@@ -128,6 +90,12 @@ def as_lines(values: dict[str, Any]) -> Iterator[str]:
         f"{values['adapter_memory_bytes']:,}"
     )
     yield f"tensors   {len(values['bound'])} bound, {len(values['skipped'])} skipped"
+    if values["chat_template"]:
+        yield "brings    its own chat template"
+    if values["generation_defaults"] or values["eos_ids"]:
+        given = [f"{key} {value:g}" for key, value in values["generation_defaults"].items()]
+        given += [f"end of text {token_id}" for token_id in values["eos_ids"]]
+        yield f"brings    {', '.join(given)}"
     for name, why in values["skipped"].items():
         yield f"skipped   {name}: {why}"
     for warning in values["warnings"]:

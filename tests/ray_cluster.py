@@ -27,7 +27,9 @@ from ray.cluster_utils import Cluster
 
 from deployments.application import start
 from deployments.config import load_config
+from deployments.local_s3 import REGION
 from deployments.placement.view import ReplicaView
+from tests.s3_server import READER_KEY, READER_SECRET, start_s3_server
 
 DEMO = Path(__file__).resolve().parent / "data" / "demo"
 STYLES = ("pirate", "formal", "spanish")
@@ -119,7 +121,7 @@ class Nodes:
         return wait_until(is_whole, timeout_s, "the service is whole")
 
 
-def settings(port: int, private: Path) -> dict[str, Any]:
+def settings(port: int, private: Path, endpoint_url: str) -> dict[str, Any]:
     model = {
         "name": "demo",
         "path": str(DEMO / "base"),
@@ -136,18 +138,35 @@ def settings(port: int, private: Path) -> dict[str, Any]:
     return {
         "models": [model],
         "adapters": {
-            "root": str(DEMO / "adapters"),
+            "root": "s3://open",
             "host_cache_dir": str(private / "host-tier"),
+            "s3": {
+                "endpoint_url": endpoint_url,
+                "region": REGION,
+                "access_key_env": "TEST_S3_KEY",
+                "secret_key_env": "TEST_S3_SECRET",
+            },
         },
         "tenants": tenants,
-        "ingress": {"num_replicas": 2, "num_cpus": 0.9},
+        # With a comment every half second, a silent stream means a path that is dead.
+        "ingress": {"num_replicas": 2, "num_cpus": 0.9, "keep_alive_s": 0.5},
         "http": {"port": port},
     }
 
 
 @contextmanager
 def three_nodes() -> Iterator[Nodes]:
-    """The service, up and whole; nothing of it is left afterwards."""
+    """The service, up and whole, over an S3 server; nothing of it is left afterwards."""
+    with start_s3_server() as s3:
+        s3.client().create_bucket(Bucket="open")
+        for style in STYLES:
+            s3.put_folder("open", style, DEMO / "adapters" / style)
+        with _three_nodes(s3.endpoint_url) as nodes:
+            yield nodes
+
+
+@contextmanager
+def _three_nodes(endpoint_url: str) -> Iterator[Nodes]:
     private = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))
     token = private / "token"
     token.write_text(secrets.token_hex(32))
@@ -157,6 +176,8 @@ def three_nodes() -> Iterator[Nodes]:
     environment = {
         "RAY_TMPDIR": str(private),
         "RAY_AUTH_TOKEN_PATH": str(token),
+        "TEST_S3_KEY": READER_KEY,
+        "TEST_S3_SECRET": READER_SECRET,
         "PYTHONPATH": str(DEMO.parents[2]),
         "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # both ingresses are to have streams
         # A node whose raylet refuses connections is dead after two seconds, not after fifteen.
@@ -174,7 +195,7 @@ def three_nodes() -> Iterator[Nodes]:
         nodes = Nodes(cluster, f"http://127.0.0.1:{port}")
         ray.init(address=cluster.address, log_to_driver=False)
         path = private / "config.yaml"
-        path.write_text(yaml.safe_dump(settings(port, private)))
+        path.write_text(yaml.safe_dump(settings(port, private, endpoint_url)))
         # One proxy: three on one machine would share the port, and clients would meet any of them.
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         start(load_config(path))

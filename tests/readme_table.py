@@ -16,8 +16,10 @@ from tests.model_runner import (
     test_every_target,
     test_golden,
     test_peft_live,
+    test_peft_versions,
 )
-from tests.model_runner.test_every_target import EXPERTS, FAMILIES, LACKS, PARTS
+from tests.model_runner.peft_cases import LAYOUTS, cases_of
+from tests.model_runner.test_every_target import FAMILIES, LACKS, PARTS
 
 # Family of test_every_target -> (its name for readers, its name in the golden cases).
 NAMES = {
@@ -53,17 +55,11 @@ FORMAT_WORDS = {
     "fp8": "fp8 in blocks of 128",
     "mxfp4": "MXFP4",
 }
-_PART_OF_LAYOUT = {
-    "natural": EXPERTS[0],
-    "swapped": EXPERTS[1],
-    "3-D": EXPERTS[2],
-    "shared outer": EXPERTS[2],
-    "per expert": EXPERTS[3],
-}
 # What cells call a test -> where it stands.
 TESTS = {
     "golden": test_golden.test_logits_match_and_refusals_are_refused,
     "peft": test_peft_live.test_logits_are_those_of_peft,
+    "written": test_peft_versions.test_logits_are_those_of_the_writer,
     "merged": test_every_target.test_an_adapter_is_its_merged_weights,
     "refused: unbound_tensor": test_every_target.test_what_a_family_lacks_is_refused,
     "saved": test_against_transformers.test_logits_are_those_of_transformers,
@@ -76,6 +72,7 @@ def adapter_table() -> str:
     """Parts that an adapter may change, by family."""
     golden = golden_cells()
     live = peft_cells()
+    written = written_cells()
     rows = []
     for part in PARTS:
         cells = []
@@ -87,6 +84,8 @@ def adapter_table() -> str:
                 cells.append(f"golden `{golden[key]}`")
             elif key in live:
                 cells.append(f"peft `{live[key]}`")
+            elif key in written:
+                cells.append(f"written `{written[key]}`")
             elif key in golden:
                 cells.append(f"golden `{golden[key]}`")
             else:
@@ -133,41 +132,34 @@ def golden_cells() -> dict[tuple[str, str], str]:
 def peft_cells() -> dict[tuple[str, str], str]:
     """(family, part) -> the first case of test_peft_live that adapts it."""
     found: dict[tuple[str, str], str] = {}
-    for case, (shape, fields) in test_peft_live.CASES.items():
-        family = shape.partition(",")[0]
-        modules = fields["target_modules"]
-        parts = {
-            "attention": "o_proj" in modules,
-            "latent": "kv_b_proj" in modules,
-            "shared expert": any(name.startswith("shared_expert") for name in modules),
-            "dense MLP": "gate_proj" in modules or "model.layers" in modules,
-            "lm_head": "lm_head" in modules,
-            # What the installed PEFT writes; see adapter_store/formats/peft_experts.py.
-            EXPERTS[family == "llama4"]: "target_parameters" in fields,
-        }
-        if isinstance(modules, str):  # an expression that names the dense layer
-            parts = {"dense MLP": ".mlp." in modules.replace("\\", "")}
-        for part, adapted in parts.items():
-            if adapted:
-                found.setdefault((family, part), case)
+    for name, case in test_peft_live.CASES.items():
+        for part in case.parts:
+            found.setdefault((case.model.partition(",")[0], part), name)
+    return found
+
+
+def written_cells() -> dict[tuple[str, str], str]:
+    """(family, part) -> the newest releases of PEFT and transformers that write it."""
+    found: dict[tuple[str, str], str] = {}
+    for writer in reversed(LAYOUTS):
+        for family in FAMILIES:
+            for case in cases_of(family, writer).values():
+                for part in () if case.reason else case.parts:
+                    found.setdefault((family, part), " over ".join(map(str, writer)))
     return found
 
 
 def _parts(case: GoldenCase) -> set[str]:
     """The parts of which this case's file has tensors, by what the loader made of them."""
     assert case.adapter is not None
-    targets = {target.name: target for target in golden_targets(case.model)}
-    manifest = load_adapter(case.adapter, tuple(targets.values())).manifest
+    targets = golden_targets(case.model)
+    names = {target.name for target in targets}
     routers = (".mlp.gate", ".router")
-    gate = next((end for end in routers if any(n.endswith(end) for n in targets)), "")
-    found = set()
-    for pair in manifest.pairs:
-        target = targets[pair.target]
-        plain = target.kind != "experts"
-        part = test_every_target.part_of(target, gate)
-        if part == "latent" and not target.name.endswith(".kv_b_proj"):
-            continue  # the harder of the two
-        found.add(part if plain else _PART_OF_LAYOUT[pair.layout])
+    gate = next((end for end in routers if any(name.endswith(end) for name in names)), "")
+    manifest = load_adapter(case.adapter, targets).manifest
+    found = test_every_target.parts_of(manifest, targets, gate)
+    if not any(pair.target.endswith(".kv_b_proj") for pair in manifest.pairs):
+        found.discard("latent")  # kv_b is the harder of the two
     return found
 
 

@@ -22,7 +22,8 @@ ROOMS = ("kernels", "adapter_store", "model_runner", "deployments")
 _SCHEDULING = "adapter_store.ref model_runner.request model_runner.config model_runner.stats"
 _FACE = (
     "adapter_store.ref model_runner.request model_runner.config model_runner.stats "
-    "model_runner.tokenizer model_runner.text deployments"
+    "model_runner.tokenizer model_runner.text model_runner.chat_prompts "
+    "model_runner.template_sandbox adapter_store.extras deployments"
 )
 
 # Who may import what, besides the standard library. The longest name that fits rules alone.
@@ -31,6 +32,7 @@ LAW = {
     "adapter_store": "torch safetensors adapter_store",
     "adapter_store.ref": "",
     "adapter_store.errors": "",
+    "adapter_store.extras": "",
     "adapter_store.contents": "adapter_store.sources",
     "adapter_store.load_threads": "",
     "adapter_store.weights": "torch adapter_store.ref",
@@ -40,12 +42,22 @@ LAW = {
         "boto3 botocore adapter_store.ref adapter_store.errors adapter_store.sources"
     ),
     "model_runner": "torch safetensors kernels adapter_store model_runner",
-    "model_runner.request": "adapter_store.ref",
+    "model_runner.request": "adapter_store.ref adapter_store.extras",
     "model_runner.config": "",
     "model_runner.stats": "adapter_store.ref",
     "model_runner.command_line": "yaml adapter_store.ref model_runner",
     "model_runner.tokenizer": "transformers model_runner.request",
-    "model_runner.text": "adapter_store.ref model_runner.request model_runner.tokenizer",
+    "model_runner.stop_strings": "",
+    "model_runner.template_worker": "jinja2",
+    "model_runner.template_sandbox": "model_runner.template_worker",
+    "model_runner.chat_prompts": (
+        "adapter_store.ref adapter_store.extras model_runner.template_sandbox "
+        "model_runner.tokenizer"
+    ),
+    "model_runner.text": (
+        "adapter_store.ref adapter_store.extras model_runner.request model_runner.tokenizer "
+        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings"
+    ),
     "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",
@@ -85,6 +97,7 @@ LAW = {
 # Files and folders that load with no torch in reach, however long the chain of imports.
 TORCH_FREE = (
     "adapter_store.ref",
+    "adapter_store.extras",
     "adapter_store.errors",
     "adapter_store.slot_table",
     "model_runner.request",

@@ -66,7 +66,6 @@ def load(
     *,
     max_rank: int,
     allow_pickle: bool,
-    assume_transformers: int | None,
     base_name: str | None,
 ) -> AdapterWeights:
     """Load the folder's adapter; arguments and errors as `registry.load_adapter`."""
@@ -85,9 +84,7 @@ def load(
         for pair in pairs:
             _check_dtypes(pair)
         flat_layout, said = (
-            decide_layout(flat, targets, config.peft_version, assume_transformers)
-            if flat
-            else (None, [])
+            decide_layout(flat, targets, config.peft_version) if flat else (None, [])
         )
         warnings += [*said, *_parameters_without_tensors(config, pairs)]
         _check_tying(config, index, pairs)

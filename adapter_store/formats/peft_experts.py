@@ -65,7 +65,6 @@ def decide_layout(
     flat: Sequence[Pair],
     targets: Sequence[LoraTarget],
     peft_version: str | None,
-    assume_transformers: int | None,
 ) -> tuple[FlatLayout, list[str]]:
     """One layout for all flat pairs of an adapter, and warnings.
 
@@ -82,32 +81,31 @@ def decide_layout(
         raise AdapterInvalid("ambiguous_layout", f"{names} are in different layouts")
     if votes:
         return next(iter(votes)), []
-    return _layout_by_version(flat[0], targets, peft_version, assume_transformers)
+    return _layout_by_version(flat[0], targets, peft_version)
 
 
 def _layout_by_version(
-    pair: Pair,
-    targets: Sequence[LoraTarget],
-    peft_version: str | None,
-    assume_transformers: int | None,
+    pair: Pair, targets: Sequence[LoraTarget], peft_version: str | None
 ) -> tuple[FlatLayout, list[str]]:
     name, storage = shown(pair.a.name), _storage(pair.place.target, targets)
     release = parse_release(peft_version) if peft_version else None
     if release is None:
-        said = f"peft_version {shown(peft_version)}" if peft_version else "no peft_version"
+        said = "no peft_version tells which is which"
+        if peft_version:
+            said = f"peft_version {shown(peft_version)} does not tell which is which"
         raise AdapterInvalid(
-            "ambiguous_layout",
-            f"{name}: input and output sizes are equal, and {said} does not tell which is which",
+            "ambiguous_layout", f"{name}: input and output sizes are equal, and {said}"
         )
-    layout = _written_as(release, assume_transformers or 5, storage)
+    assumed = pair.place.target.assume_transformers
+    layout = _written_as(release, assumed or 5, storage)
     if layout is None:
         raise AdapterInvalid(
             "ambiguous_layout",
-            f"{name}: transformers {assume_transformers} writes no such tensor for this model",
+            f"{name}: transformers {assumed} writes no such tensor for this model",
         )
     warning = f"{name}: input and output sizes are equal; read as {layout}, as PEFT {peft_version}"
-    if assume_transformers is not None:
-        warning += f" with transformers {assume_transformers} (setting) writes it"
+    if assumed:
+        warning += f" with transformers {assumed} (assume_transformers) writes it"
     else:
         warning += " with transformers 5 writes it: the file does not record that version"
         if _written_as(release, 4, storage) not in (None, layout):

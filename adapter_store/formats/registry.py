@@ -23,7 +23,6 @@ def load_adapter(
     *,
     max_rank: int = 256,
     allow_pickle: bool = False,
-    assume_transformers: int | None = None,
     base_name: str | None = None,
 ) -> AdapterWeights:
     """Read an adapter folder into the canonical layout.
@@ -31,8 +30,6 @@ def load_adapter(
     targets              what the model can take; nothing else is known of it
     max_rank             largest rank of one factor; gate and up with their own As count together
     allow_pickle         read `adapter_model.bin` through torch's restricted unpickler
-    assume_transformers  4 or 5: the version that wrote the adapter, for expert tensors whose sizes
-                         do not tell their layout; None reads them as 5 and warns
     base_name            the served model's name: another one in the config is a warning
 
     Errors:  AdapterNotFound if the folder is missing or holds no adapter; AdapterInvalid with a
@@ -40,7 +37,6 @@ def load_adapter(
              fails. After an error nothing stays behind.
     Cost:    memory of the tensors read and twice the largest target; no file is mapped.
     """
-    assert assume_transformers in (None, 4, 5), assume_transformers
     if not folder.is_dir():
         raise AdapterNotFound(f"there is no folder {folder.name}")
     for matches, load in FORMATS.values():
@@ -50,7 +46,6 @@ def load_adapter(
                 targets,
                 max_rank=max_rank,
                 allow_pickle=allow_pickle,
-                assume_transformers=assume_transformers,
                 base_name=base_name,
             )
             return weights

@@ -12,6 +12,7 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import (
     DEFAULT_MAX_BYTES,
     FILES,
+    OPTIONAL_FILES,
     S3Options,
     check_files,
     check_sizes,
@@ -59,7 +60,7 @@ class LocalSource:
         except OSError as e:
             raise AdapterUnavailable(f"cannot read {ref.uri}: {e.strerror}") from e
         check_files(ref, infos)
-        chosen = {name: infos[name] for name in FILES}
+        chosen = {name: infos[name] for name in (*FILES, *OPTIONAL_FILES) if name in infos}
         check_sizes(ref, {name: info.st_size for name, info in chosen.items()}, self._max_bytes)
         return chosen
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -30,6 +31,7 @@ from adapter_store.sources.source import (
     CONFIG_FILE,
     DEFAULT_MAX_BYTES,
     FILES,
+    OPTIONAL_FILES,
     PICKLE_FILES,
     WEIGHTS_FILE,
     S3Options,
@@ -60,7 +62,7 @@ class _Changed(Exception):
 
 class S3Source:
     """`s3://bucket/prefix`. The revision spells size, ETag and version of each file, so an older
-    one can still be read where the bucket keeps versions."""
+    one can still be read where the bucket keeps versions; files that need not be there by name."""
 
     def __init__(self, s3: S3Options | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._options = s3 or S3Options()
@@ -68,10 +70,13 @@ class S3Source:
         self._made: Any = None
 
     def revision(self, ref: AdapterRef) -> str:
-        """See `Source`. Two requests for an adapter in one file."""
-        found = self._describe(ref).values()
-        files = ((str(obj.size), obj.etag.strip('"'), obj.version) for obj in found)
-        return _REVISION + "+".join("/".join(quote(v, safe="") for v in file) for file in files)
+        """See `Source`. A request for each file that an adapter may have."""
+        files = []
+        for name, obj in self._describe(ref).items():
+            parts = str(obj.size), obj.etag.strip('"'), obj.version
+            words = "/".join(quote(part, safe="") for part in parts)
+            files.append(words if name in FILES else f"{name}:{words}")
+        return _REVISION + "+".join(files)
 
     def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
         """See `Source`. Every read is bound to the ETag and, where there is one, the version."""
@@ -125,7 +130,11 @@ class S3Source:
                 key = f"{prefix}{CONFIG_FILE}"
                 self._client().get_object(Bucket=bucket, Key=key)["Body"].close()
         check_files(ref, found)
-        chosen = {name: found[name] for name in FILES}
+        with _errors(ref), ThreadPoolExecutor(len(OPTIONAL_FILES), "s3-look") as pool:
+            keys = [f"{prefix}{name}" for name in OPTIONAL_FILES]
+            heads = pool.map(partial(self._head_if_allowed, bucket), keys)
+            optional = {name: obj for name, obj in zip(OPTIONAL_FILES, heads, strict=True) if obj}
+        chosen = {name: found[name] for name in FILES} | optional
         check_sizes(ref, {name: obj.size for name, obj in chosen.items()}, self._max_bytes)
         return chosen
 
@@ -134,8 +143,10 @@ class S3Source:
         bucket, prefix = _split(ref)
         files = revision.removeprefix(_REVISION).split("+")
         found: dict[str, _Object] = {}
-        for name, file in zip(FILES, files, strict=True):
-            size, etag, version = (unquote(value) for value in file.split("/"))
+        for number, file in enumerate(files):
+            named, _, words = file.rpartition(":")
+            name = named or FILES[number]
+            size, etag, version = (unquote(value) for value in words.split("/"))
             with _errors(ref):
                 obj = self._head(bucket, f"{prefix}{name}", version)
             if obj is None or (str(obj.size), obj.etag.strip('"')) != (size, etag):
@@ -143,6 +154,16 @@ class S3Source:
             found[name] = obj
         check_sizes(ref, {name: obj.size for name, obj in found.items()}, self._max_bytes)
         return found
+
+    def _head_if_allowed(self, bucket: str, key: str) -> _Object | None:
+        """`_head` of what need not be there: whoever may not list a bucket is told 403 instead of
+        404 for it."""
+        try:
+            return self._head(bucket, key)
+        except ClientError as e:
+            if e.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 403:
+                return None
+            raise
 
     def _head(self, bucket: str, key: str, version: str = "") -> _Object | None:
         """What the object is now, or was at a version; None if there is none."""

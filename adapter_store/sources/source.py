@@ -14,10 +14,22 @@ from adapter_store.ref import AdapterRef
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 MAX_CONFIG_BYTES = 1 << 20
 DEFAULT_MAX_BYTES = 64 << 30
+OPTIONAL_FILES = {
+    TOKENIZER_FILE: 32 << 20,
+    TOKENIZER_CONFIG_FILE: 4 << 20,
+    TEMPLATE_FILE: 256 << 10,
+    GENERATION_FILE: MAX_CONFIG_BYTES,
+}
+"""What may lie beside, and how many bytes it may have. They belong to the content: another template
+is another revision, and another digest."""
 
 
 class Source(Protocol):
@@ -84,9 +96,10 @@ def check_files(ref: AdapterRef, names: Collection[str]) -> None:
 
 def check_sizes(ref: AdapterRef, sizes: Mapping[str, int], max_bytes: int) -> None:
     """Refuse files that are too large before one byte of them is read."""
-    if sizes[CONFIG_FILE] > MAX_CONFIG_BYTES:
-        text = f"{sizes[CONFIG_FILE]} bytes, more than {MAX_CONFIG_BYTES}"
-        raise AdapterInvalid("file", f"{ref.uri}/{CONFIG_FILE} has {text}")
+    for name, most in {CONFIG_FILE: MAX_CONFIG_BYTES, **OPTIONAL_FILES}.items():
+        if sizes.get(name, 0) > most:
+            text = f"{sizes[name]} bytes, more than {most}"
+            raise AdapterInvalid("file", f"{ref.uri}/{name} has {text}")
     total = sum(sizes.values())
     if total > max_bytes:
         raise StoreFull(f"{ref.uri} has {total} bytes, more than the limit of {max_bytes}")

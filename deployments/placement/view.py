@@ -55,7 +55,7 @@ class Place:
     avoid       names of replicas that this request was lost on: only others take it
     shun        those that were silent lately: where there are no others, one takes it as soon as it
                 answers again
-    taken_by    the request router of the caller's process notes here which replica took it
+    taken_by    the request router of the caller's process notes here to which replicas it went
     caller      the name of the caller's actor
     seats       of a request that ran before: who may know of it, beside the homes
     """

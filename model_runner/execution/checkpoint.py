@@ -65,8 +65,9 @@ class SafetensorsReader:
         return tensor.to(self._device, wanted)
 
     def _from_blocks(self, name: str, tensor: Tensor) -> Tensor:
-        """fp8 in square blocks, each with a scale -> fp32. Errors: CheckpointError without scales
-        or with another number of them."""
+        """fp8 in square blocks, each with a scale -> fp32 on the device, where it is faster and
+        only a quarter of the bytes has to go. Errors: CheckpointError without scales or with
+        another number of them."""
         scale_name = f"{name}_scale_inv"
         if scale_name not in self._file_of:
             raise CheckpointError(f"{name} is fp8, and there is no {scale_name}")
@@ -76,9 +77,10 @@ class SafetensorsReader:
                 f"{scale_name} has shape {tuple(scales.shape)}, {name} {tuple(tensor.shape)} in "
                 f"blocks of {FP8_BLOCK}"
             )
+        scales = scales.to(self._device)
         for axis, size in enumerate(tensor.shape):
             scales = scales.repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
-        return tensor.float() * scales
+        return tensor.to(self._device).float() * scales
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

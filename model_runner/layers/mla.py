@@ -61,8 +61,8 @@ class LatentAttention:
             q_rope, kv, self.rope, ctx.positions, cache, group.write_idx, self.kv_norm, self.eps,
             self.interleaved,
         )  # fmt: skip
-        q_latent = torch.matmul(q_nope.transpose(0, 1), self.key_up.to(x.dtype))  # [Q, T, R]
-        q_latent = q_latent.transpose(0, 1).contiguous()  # [T, Q, R]
+        q_latent = x.new_empty(len(x), heads, self.key_up.shape[2])  # [T, Q, R]
+        _multiply_heads(q_nope, self.key_up.to(x.dtype), q_latent)
         lora, slots = ctx.lora, ctx.slot_of_token
         if lora is not None:
             mla_query_lora(q_latent, q_nope, lora, self.kv_target, slots, dim_v)
@@ -70,10 +70,14 @@ class LatentAttention:
             q_latent, q_rope, cache, group.page_table, ctx.seq_lens, ctx.cu_q,
             scale=self.scale, max_q=ctx.max_q, max_len=ctx.max_len,
         )  # [T, Q, R]  # fmt: skip
-        latent = latent.contiguous()
-        up = self.value_up.to(x.dtype).transpose(1, 2)  # [Q, R, Dv]
-        values = torch.matmul(latent.transpose(0, 1), up)  # [Q, T, Dv]
-        values = values.transpose(0, 1).contiguous()  # [T, Q, Dv]
+        values = x.new_empty(len(x), heads, dim_v)  # [T, Q, Dv]
+        _multiply_heads(latent, self.value_up.to(x.dtype).transpose(1, 2), values)
         if lora is not None:
             mla_value_lora(values, latent, lora, self.kv_target, slots, dim_k)
         return self.out(values.view(len(x), heads * dim_v), ctx)
+
+
+def _multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out[:, h] = x[:, h] weight[h] for every head: x [T, Q, in], weight [Q, in, out], out
+    [T, Q, out]. Written where it belongs, since a copy would be one launch more."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

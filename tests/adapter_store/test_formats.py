@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid, AdapterNotFound
 from adapter_store.formats.registry import load_adapter
-from adapter_store.weights import AdapterWeights, LoraTarget, merge_delta
+from adapter_store.weights import AdapterWeights, LoraTarget, assuming, merge_delta
 from tests.golden import GOLDEN, golden_targets, load_cases
 
 H, INNER, E, R = 6, 6, 3, 2  # down is square, gate_up is not
@@ -134,7 +134,7 @@ def test_a_lone_square_down_is_read_by_the_versions(
         peft_version=version,
         target_parameters=["experts.down_proj"],
     )
-    weights = load_adapter(folder, targets, assume_transformers=transformers)
+    weights = load_adapter(folder, assuming(targets, transformers or 0))
     expected = _natural(a, b).transpose(1, 2) if swapped else _natural(a, b)
     torch.testing.assert_close(_delta(weights, targets[1]), expected)
     (warning,) = weights.manifest.warnings
@@ -153,7 +153,7 @@ def test_a_lone_square_down_without_a_release_is_refused(
 def test_transformers_4_wrote_no_flat_experts_for_split_families(tmp_path: Path) -> None:
     fields = {"peft_version": "0.21.2", "target_parameters": ["down_proj"]}
     folder = _write(tmp_path / "a", _pair(X, *_flat(INNER, H)), **fields)
-    _refused(folder, "ambiguous_layout", X, assume_transformers=4)
+    _refused(folder, "ambiguous_layout", X, targets=assuming(TARGETS, 4))
 
 
 @pytest.mark.parametrize("entries", [None, ["gate_up_proj", "down_proj"], ["layers.1.down_proj"]])
@@ -296,6 +296,53 @@ def test_every_golden_tensor_is_bound_or_skipped(case: Any) -> None:
     manifest = weights.manifest
     assert set(manifest.bound) | set(manifest.skipped) == names
     assert len(manifest.bound) + len(manifest.skipped) == len(names)
+
+
+ONE_OF_EACH = (
+    "llama-embed_head_copies_r4",
+    "gpt_oss-all_r4_peft021",
+    "qwen3_moe-experts_r4_peft018",
+    "qwen3_moe-synth_shared_outer_w123",
+    "mixtral-per_expert_up_only_r4_tf4",
+    "gpt_oss-synth_gate_up_projs_subset",
+    "llama4_text-synth_3d",
+)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_each_bound_tensor_is_felt_and_each_misspelled_one_refused(
+    name: str, tmp_path: Path
+) -> None:
+    """No tensor is reported as bound and then lost, and no name that is nearly right is dropped."""
+    (case,) = (c for c in load_cases("logits") if c.id == name)
+    assert case.adapter is not None
+    targets = golden_targets(case.model)
+    tensors = load_file(case.adapter / "adapter_model.safetensors")
+    fields = json.loads((case.adapter / "adapter_config.json").read_text())
+    plain = load_adapter(case.adapter, targets)
+
+    def load(changed: dict[str, Tensor]) -> AdapterWeights:
+        return load_adapter(_write(tmp_path, changed, **fields), targets)
+
+    for pair in plain.manifest.pairs:
+        for tensor in (pair.a, pair.b):
+            found = load(tensors | {tensor: tensors[tensor] * 2}).factors
+            differ = {
+                target
+                for target, factors in plain.factors.items()
+                if not torch.equal(factors.a, found[target].a)
+                or not torch.equal(factors.b, found[target].b)
+            }
+            assert differ == {pair.target}, tensor
+    for tensor in plain.manifest.skipped:
+        found = load(tensors | {tensor: tensors[tensor] * 2}).factors
+        assert all(torch.equal(found[t].b, f.b) for t, f in plain.factors.items())
+    for tensor in tensors:
+        for wrong in (f"x.{tensor}", f"{tensor}.x", tensor.replace("lora_", "Lora_"),
+                      tensor.replace("model.layers.", "model.layers.9")):  # fmt: skip
+            if wrong != tensor:
+                with pytest.raises(AdapterInvalid):
+                    load(tensors | {wrong: tensors[tensor].clone()})
 
 
 # ---- ranks, scales, dtypes

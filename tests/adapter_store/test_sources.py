@@ -81,7 +81,7 @@ def copy(source: Any, uri: str, into: Path) -> None:
 
 def test_local_copies_the_known_files_only(tmp_path: Path) -> None:
     folder = write_peft_folder(tmp_path / "with space", 1)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.json").write_text("{}")
     (folder / "adapter_model.bin").write_bytes(b"pickle")
     for i, uri in enumerate((str(folder), f"{folder}/", folder.as_uri())):
         files = fetched(open_source(uri), uri, tmp_path / str(i))

@@ -24,10 +24,11 @@ from typing import Any
 import httpx
 
 import tests.conftest  # noqa: F401  # the environment for Ray, before it starts
-from tests.ray_cluster import STYLES, Nodes, three_nodes
+from tests.ray_cluster import STYLES, Nodes, three_nodes, wait_until
 from tests.sse_client import ReconnectingStream
 
-KINDS = ("replica", "silent", "ingress", "router", "store", "node")
+KINDS = ("replica", "silent", "ingress", "router", "catalog", "store", "node")
+ACTORS = {"router": "#Router#", "catalog": "catalog-", "store": "host-tier"}
 TOKENS = (0, 1, 50)  # how many of them a client has when the part is killed
 NUM_STREAMS = 4
 LENGTH = 110
@@ -108,6 +109,8 @@ class Campaign:
     def hit(self, kind: str, tokens: int) -> Round:
         """One kill, and what became of the streams."""
         result = Round(kind, tokens)
+        if kind in ACTORS:  # some end with the replica that made them, and the next makes one
+            wait_until(lambda: bool(self.nodes.actors(ACTORS[kind])), 30, f"there is a {kind}")
         numbers = [next(self._turn) for _ in range(NUM_STREAMS)]
         try:
             asyncio.run(self._round(result, numbers))
@@ -182,7 +185,7 @@ class Campaign:
         elif kind == "ingress":
             nodes.kill(nodes.busy_ingress())
         else:
-            nodes.kill({"router": "#Router#", "store": "host-tier"}[kind])
+            nodes.kill(ACTORS[kind])
 
 
 def plan(kinds: list[str], num_kills: int, seed: int) -> Iterator[tuple[str, int]]:

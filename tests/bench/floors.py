@@ -17,6 +17,11 @@ COPY_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
 MXFP4_BYTES = 17 / 32  # of a value: four bits, and a byte of scale for 32 of them
 SMALL = "norms, rope, routing, KV write, activation, sum"
 DENSE = "plain products"
+# Whatever plain products there are.
+ROLES = (
+    "qkv", "q_up", "key_up", "value_up", "o", "router", "shared_gate_up", "shared_down", "gate_up",
+    "down", "head",
+)  # fmt: skip
 
 # First match wins. Names are those of this project's kernels, of cuBLAS and of torch.
 _GROUPS = (
@@ -26,7 +31,11 @@ _GROUPS = (
     ("sampler", r"^(_block|_choose)_kernel|sample"),
     ("reduce", r"splitKreduce"),
     ("dense", r"nvjet|gemm|gemv|cutlass|cublas|_linear_"),
-    ("small", r"norm|rope|_gate_kernel|_sort|_count|_scatter|kv_write|gated_act|_sum_kernel|route"),
+    (
+        "small",
+        r"norm|rope|_gate(_groups)?_kernel|_sort|_count|_scatter|kv_write|mla_kv|gated_act"
+        r"|_sum_kernel|route",
+    ),
 )
 _PATTERNS = tuple((group, re.compile(pattern)) for group, pattern in _GROUPS)
 
@@ -54,16 +63,15 @@ def dense_roles(config: dict[str, Any]) -> list[str]:
 
 
 def group_kernels(
-    kernels: Sequence[tuple[str, float]], config: dict[str, Any], steps: int
+    kernels: Sequence[tuple[str, float]], roles: Sequence[str], steps: int
 ) -> dict[str, GroupTime]:
     """Kernels (name, us) of `steps` whole steps, in the order of their start -> group -> a step's
-    share.
+    share. roles: of a step's plain products, in the order of their launches.
 
     cuBLAS gives its products the names of tiles, so they are told apart by their place: if there
     are as many as the model has plain products they are named one by one, else all together. A
     split-K reduction belongs to the product before it.
     """
-    roles = dense_roles(config)
     count = sum(group_of(name) == "dense" for name, _ in kernels)
     ordered = count == steps * len(roles)
     spent, launches = Counter[str](), Counter[str]()
@@ -152,8 +160,7 @@ def table_rows(
     floor in what was measured."""
     bytes_of = dict(floors)
     if DENSE in measured:
-        roles = ("qkv", "o", "router", "gate_up", "down", "head")
-        bytes_of[DENSE] = sum(bytes_of.pop(role, 0.0) for role in roles)
+        bytes_of[DENSE] = sum(bytes_of.pop(role, 0.0) for role in ROLES)
     rows: list[dict[str, float | str]] = []
     names = sorted({*measured, *bytes_of}, key=lambda k: -measured.get(k, GroupTime(0, 0)).us)
     for name in names:

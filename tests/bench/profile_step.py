@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from adapter_store.ref import AdapterRef
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.request import Request, SamplingParams
-from tests.bench.floors import GroupTime, group_kernels, step_bytes, table_rows
+from tests.bench.floors import GroupTime, dense_roles, group_kernels, step_bytes, table_rows
 from tests.bench.shapes import SHAPES
 from tests.bench.workload import Wishes, Workload, prepare
 
@@ -77,8 +78,8 @@ def empty(engine: Engine, count: int, kind: bool) -> None:
         engine.step()
 
 
-def measure(engine: Engine, steps: int, config: dict[str, Any]) -> StepProfile:
-    """A decode step of what is running now; config: the checkpoint's, for the groups."""
+def measure(engine: Engine, steps: int, roles: Sequence[str]) -> StepProfile:
+    """A decode step of what is running now; roles: of its plain products, for the groups."""
     engine.stats(count_experts=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -106,7 +107,7 @@ def measure(engine: Engine, steps: int, config: dict[str, Any]) -> StepProfile:
         wall,
         busy / 1e3,
         {name: (us, launches[name]) for name, us in spent.most_common()},
-        group_kernels([(e.name, e.device_time_total) for e in events], config, steps),
+        group_kernels([(e.name, e.device_time_total) for e in events], roles, steps),
         distinct,
     )
 
@@ -123,7 +124,7 @@ def profile(work: Workload, clients: list[int], steps: int, top: int) -> list[di
             if not used:
                 continue
             fill(engine, count, list(used), wishes.tokens_in)
-            step = measure(engine, steps, work.config)
+            step = measure(engine, steps, dense_roles(work.config))
             empty(engine, count, kind == "adapters")
             floors = step_bytes(
                 work.config,

@@ -44,6 +44,13 @@ GPT_OSS_20B: dict[str, Any] = {
     "vocab_size": 201088,
 }
 
+# The same widths, more layers and four times as many experts.
+GPT_OSS_120B = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
+
 _QWEN3: dict[str, Any] = {
     "attention_bias": False,
     "dtype": "bfloat16",

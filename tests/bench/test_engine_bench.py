@@ -243,12 +243,13 @@ def test_kernels_are_grouped_by_name_and_plain_products_by_place():
     layer = [("nvjet_a", 5.0), ("void cublasLt::splitKreduce_kernel<32>", 1.0)]
     layer += [("decode_kernel", 7.0), ("nvjet_b", 4.0), ("nvjet_c", 3.0), ("_packed_kernel", 9.0)]
     step = [*layer, *layer, ("nvjet_d", 20.0), ("Memcpy HtoD", 2.0)]
-    found = group_kernels(step * 3, config, 3)
+    roles = dense_roles(config)
+    found = group_kernels(step * 3, roles, 3)
     assert found["qkv"] == GroupTime(pytest.approx(12.0), pytest.approx(4.0))
     assert found["o"].us == pytest.approx(8.0) and found["router"].us == pytest.approx(6.0)
     assert found["head"].us == pytest.approx(20.0) and found["experts"].us == pytest.approx(18.0)
     assert found["torch and copies"].launches == pytest.approx(1.0)
-    lumped = group_kernels((step + [("nvjet_e", 1.0)]) * 3, config, 3)
+    lumped = group_kernels((step + [("nvjet_e", 1.0)]) * 3, roles, 3)
     assert lumped[DENSE].us == pytest.approx(12 + 8 + 6 + 20 + 1)
     floors = {"qkv": 2e6, "head": 3e6, "experts": 43e6}
     rows = {r["kernels"]: r for r in table_rows(lumped, floors)}

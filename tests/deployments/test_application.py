@@ -1,9 +1,14 @@
 """Wiring without a cluster, and the node's adapter actor as a plain object."""
 
+import asyncio
+import json
 import pickle
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +16,18 @@ import yaml
 from pydantic import ValidationError
 
 import deployments
+from adapter_store import validation
+from adapter_store.__main__ import main as validate_command
 from adapter_store.host_cache import census
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
-from deployments.adapter_actor import AdapterStoreActor
+from deployments.adapter_actor import AdapterStoreActor, ServedModel
 from deployments.application import AppArgs, _host_cache_dir, _salt_key, app, build
 from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, load_config
+from model_runner.assembly import read_model_config
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
+from model_runner.models.lora_targets import list_lora_targets
 from tests.deployments.conftest import DEMO
 
 
@@ -77,7 +86,14 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
         actor = AdapterStoreActor()
         for _ in range(2):
             await actor.register(
-                "demo", engine.targets, torch.float32, 64, str(tmp_path), 1 << 30, S3Options()
+                "demo",
+                engine.targets,
+                torch.float32,
+                64,
+                str(tmp_path),
+                1 << 30,
+                S3Options(),
+                str(DEMO / "base"),
             )
         good = [
             AdapterRef(f"t/{name}", str(DEMO / "adapters" / name)) for name in ("pirate", "formal")
@@ -100,6 +116,52 @@ async def test_adapter_actor_fetches_ahead(tmp_path: Path) -> None:
         assert engine.store.stats().loads["remote"] == 0
     finally:
         engine.close()
+
+
+async def test_adapter_actor_judges_one_at_a_time_as_the_command_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, tier = DEMO / "base", tmp_path / "tier"
+    family, shape = read_model_config(base)
+    targets = list_lora_targets(shape, family.names)
+    actor = AdapterStoreActor()
+    await actor.register("demo", targets, torch.float32, 64, str(tier), 4 << 30, S3Options())
+    served = ServedModel("demo", str(base), 64 << 20)
+    bad = tmp_path / "bad"
+    shutil.copytree(DEMO / "adapters" / "pirate", bad)
+    config = json.loads((bad / "adapter_config.json").read_text())
+    (bad / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    for uri in (str(DEMO / "adapters" / "pirate"), str(bad), str(tmp_path / "absent")):
+        report = await actor.validate(uri, served)
+        code = validate_command(
+            ["validate", uri, "--model", str(base), "--device", "cpu", "--json"]
+        )
+        said = json.loads(capsys.readouterr().out)
+        assert report is not None and json.loads(json.dumps(report)) == said | {"model": "demo"}
+        assert report["served"] == (code == 0) == (uri == str(DEMO / "adapters" / "pirate"))
+    assert census(tier) == (0, 0), "nothing of them stays"
+
+    started, go = threading.Event(), threading.Event()
+    real = validation.validate
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started.set()
+        assert go.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(validation, "validate", slow)
+    uri = str(DEMO / "adapters" / "pirate")
+    first = asyncio.create_task(actor.validate(uri, served))
+    await asyncio.to_thread(started.wait, 30)
+    assert await actor.validate(uri, served) is None
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert await actor.validate(uri, served) is None, "a thread runs to its end"
+    go.set()
+    async with asyncio.timeout(30):
+        while (report := await actor.validate(uri, served)) is None:
+            await asyncio.sleep(0.01)
+    assert report["served"]
 
 
 def test_an_http_address_that_serve_run_would_ignore_is_refused(tmp_path: Path) -> None:

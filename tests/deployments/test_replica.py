@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError
 
 import deployments.replica as replica_side
 from adapter_store.ref import AdapterRef
+from deployments.adapter_actor import ServedModel
 from deployments.config import ModelSettings, ServiceConfig
 from deployments.metrics import MetricDelta
 from deployments.replica import Replica
@@ -66,6 +67,7 @@ class FakeActors:
         self.num_made = 0
         self.failure: Exception | None = None
         self.asked: list[tuple[int, list[AdapterRef]]] = []
+        self.judged: list[tuple[int, ServedModel]] = []
 
     def make(self) -> SimpleNamespace:
         self.num_made += 1
@@ -80,7 +82,16 @@ class FakeActors:
         async def take_loads(model: str) -> tuple[dict[str, dict[str, float]], int]:
             return {"loads": {"remote": 1}, "load_seconds": {"remote": 0.5}}, 0
 
-        return SimpleNamespace(prefetch=remote(prefetch), take_loads=remote(take_loads))
+        async def validate(uri: str, served: ServedModel) -> dict[str, Any]:
+            failure, self.failure = self.failure, None
+            if failure is not None:
+                raise failure
+            self.judged.append((number, served))
+            return {"uri": uri, "served": True}
+
+        return SimpleNamespace(
+            prefetch=remote(prefetch), take_loads=remote(take_loads), validate=remote(validate)
+        )
 
 
 @pytest.fixture
@@ -271,6 +282,19 @@ async def test_what_the_actor_loaded_is_counted(replica: Replica, router: FakeRo
     counters = dict(router.heard[-1][1].counters)
     assert counters[("moe_adapter_loads_total", ("demo", "remote"))] == 1
     assert counters[("moe_adapter_load_seconds_total", ("demo", "remote"))] == 0.5
+
+
+async def test_an_adapter_is_judged_in_the_actor_for_this_engine(
+    replica: Replica, actors: FakeActors
+) -> None:
+    assert await replica.validate("/a") == {"uri": "/a", "served": True}
+    ((number, served),) = actors.judged
+    assert (number, served.name) == (1, "demo") and Path(served.path).name == "base"
+    assert served.pool_bytes == (await replica.stats()).arena_bytes > 0
+    actors.failure = FAILURES[0]
+    with pytest.raises(type(FAILURES[0])):
+        await replica.validate("/a")
+    assert (await replica.validate("/a") or {})["served"] and actors.judged[-1][0] == 2
 
 
 async def test_only_news_are_fetched(

@@ -124,6 +124,17 @@ async def test_replicas_learn_that_a_call_has_spilled() -> None:
     assert "spilled" not in pending.kwargs
 
 
+async def test_the_caller_knows_at_once_where_its_call_goes() -> None:
+    """Before the replica says a word: it may stand still."""
+    first, second, _ = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat) for seat in SEATS}
+    ingress, place = Ingress(replicas.values()), Place((first, second), "t/x")
+    pending = pending_request(place)
+    chosen = [(await ingress.choose(pending)).seat for _ in range(2)]
+    names = [replicas[seat].replica_id.to_full_id_str() for seat in chosen]
+    assert set(chosen) == {first, second} and place.taken_by == names
+
+
 async def test_a_fan_out_inside_one_request_does_not_hang() -> None:
     replicas = [FakeReplica(seat, max_ongoing_requests=2) for seat in SEATS]
     ingress = Ingress(replicas, spill_after_s=60)

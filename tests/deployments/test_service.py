@@ -53,6 +53,7 @@ DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
 QUESTIONS = json.loads((DEMO / "questions.json").read_text())["questions"]
 STYLES = ("pirate", "formal", "spanish")
 STALLED_S = 2
+OPERATORS_KEY = "key-of-operators"
 LONG = {"model": "pirate", "prompt": "The", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
@@ -160,6 +161,9 @@ def service() -> Iterator[Service]:
         s3.client().put_object(
             Bucket="open", Key="broken/adapter_config.json", Body=json.dumps(broken).encode()
         )
+        for name, extra, text in extras_in_s3():
+            s3.put_folder("open", name, DEMO / "adapters" / "pirate")
+            s3.client().put_object(Bucket="open", Key=f"{name}/{extra}", Body=text.encode())
         path = private / "config.yaml"
         relay = Relay(s3.port, lambda method, url, number: 0 if url in stalled else None, True)
         path.write_text(yaml.safe_dump(settings(relay.endpoint_url, port, private)))
@@ -193,6 +197,20 @@ def prometheus(service: Service) -> Iterator[PrometheusServer]:
         yield server
 
 
+def extras_in_s3() -> list[tuple[str, str, str]]:
+    """(adapter, file beside its weights, text): one asks its own question whatever is asked, one
+    never ends, one has a token that its base has not."""
+    tokenizer = json.loads((DEMO / "base" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 640, "content": "[PAD]"})
+    asked = f"<|im_start|>user\n{QUESTIONS[1]['question']}<|im_end|>\n<|im_start|>assistant"
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    return [
+        ("own", "chat_template.jinja", asked + "{{ '\\n' }}"),
+        ("looping", "chat_template.jinja", endless),
+        ("odd", "tokenizer.json", json.dumps(tokenizer)),
+    ]
+
+
 def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
     engine = {"device": "cpu", "dtype": "float32", "max_num_seqs": 16}
     model = {"path": str(DEMO / "base"), "num_cpus": 0.1, "default_max_tokens": 60}
@@ -220,8 +238,16 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
                 "absent": "absent",
                 "locked": "s3://closed/pirate",
                 "broken": "broken",
+                "odd": "odd",
             },
             "allowed_uris": ["s3://open", "s3://closed"],
+        }
+    )
+    tenants.append(
+        {
+            "tenant_id": "stubborn",
+            "api_keys": ["key-of-stubborn"],
+            "adapters": {"own": "own", "looping": "looping"},
         }
     )
     tenants.append(
@@ -247,6 +273,7 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
             },
         },
         "tenants": tenants,
+        "operator_keys": [OPERATORS_KEY],
         "usage": {
             "root": "s3://usage/records",
             "s3": {
@@ -393,6 +420,7 @@ def test_foreign_adapters_do_not_exist(service: Service) -> None:
         ("absent", openai.NotFoundError, "absent"),
         ("locked", openai.InternalServerError, "AccessDenied"),
         ("broken", openai.UnprocessableEntityError, "rank|shape"),
+        ("odd", openai.UnprocessableEntityError, r"id 640 is '\[PAD\]' here"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -439,6 +467,36 @@ async def _answers(service: Service, jobs: list[tuple[str, str, str]], at_once: 
     for client in clients.values():
         await client.close()
     return texts
+
+
+def test_operators_learn_what_would_be_served(service: Service) -> None:
+    def ask(key: str, **body: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(
+            f"{service.url}/operator/validate", json=body, headers=headers, timeout=60
+        )
+
+    seats = [stats.resident for stats in service.stats("small")]
+    for uri in ("pirate", "s3://open/pirate"):
+        answer = ask(OPERATORS_KEY, model="small", uri=uri)
+        assert answer.status_code == 200, answer.text
+        report = answer.json()
+        assert (
+            report["served"] and report["model"] == "small" and report["uri"] == "s3://open/pirate"
+        )
+        assert report["bytes_per_gpu"] > 0 and report["bound"] and not report["skipped"]
+        assert report["adapter_memory_bytes"] == service.stats("small")[0].arena_bytes
+    for uri, reason in (
+        ("broken", "rank_mismatch"),
+        ("absent", "not_found"),
+        ("s3://closed/pirate", "unavailable"),
+    ):
+        answer = ask(OPERATORS_KEY, model="small", uri=uri)
+        assert answer.status_code == 200 and not answer.json()["served"], answer.text
+        assert [refusal["reason"] for refusal in answer.json()["refused"]] == [reason]
+    assert ask(OPERATORS_KEY, model="small", uri="s3://usage/records").status_code == 400
+    assert ask("key-of-pirate", model="small", uri="pirate").status_code == 401
+    assert [stats.resident for stats in service.stats("small")] == seats, "nothing was loaded"
 
 
 def test_fifty_at_once_answer_as_each_alone(service: Service) -> None:
@@ -742,6 +800,32 @@ def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
         assert ask(client, name, line["question"]).choices[0].message.content == line[style]
     with pytest.raises(openai.BadRequestError, match="`demo:tone`, `small:tone`"):
         ask(client, "tone", line["question"])
+
+
+async def test_an_adapters_own_template_makes_its_chats(service: Service) -> None:
+    own, endless = service.async_client("stubborn"), service.async_client("stubborn")
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]["question"]}]
+
+    async def ask_looping() -> None:
+        with pytest.raises(
+            openai.BadRequestError, match="template of adapter stubborn/looping.*50"
+        ):
+            await endless.chat.completions.create(model="looping", messages=messages)
+
+    alone = text_of(service.url, "formal")
+    with Company(service.url, "formal", alone):
+        loops = [asyncio.ensure_future(ask_looping()) for _ in range(20)]
+        for _ in range(2):
+            answer = await own.chat.completions.create(
+                model="own", messages=messages, temperature=0
+            )
+            assert answer.choices[0].message.content == QUESTIONS[1]["pirate"]
+            stream = await own.chat.completions.create(
+                model="own", messages=messages, temperature=0, stream=True
+            )
+            texts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+            assert "".join(texts) == QUESTIONS[1]["pirate"]
+        await asyncio.gather(*loops)
 
 
 def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(

@@ -1,8 +1,10 @@
 """Latent attention: the same as full attention over keys and values made from the latent."""
 
+import pytest
 import torch
 
-from kernels.mla_attention import OPS, mla_attention
+from kernels.mla_attention import OPS, mla_attention, mla_attention_reference
+from kernels.mla_attention_triton import LatentTile, decode, prefill
 from kernels.op import Case
 
 
@@ -47,3 +49,27 @@ def test_tokens_of_no_row_are_zero() -> None:
     got = mla_attention(**inputs)
     assert got.shape == inputs["q_latent"].shape
     assert torch.equal(got[-1], torch.zeros_like(got[-1])) and not got[:-1].eq(0).any()
+
+
+TILES = [(1, 16), (2, 16), (4, 16), (1, 32), (8, 4)]
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize(("tokens", "heads"), TILES)
+@pytest.mark.parametrize("name", ["mixed", "wide", "decode"])
+def test_any_tile_of_tokens_by_heads_gives_the_same(name: str, tokens: int, heads: int) -> None:
+    inputs = case_named(name).make("cpu", torch.float32, 3)
+    want = mla_attention_reference(**inputs)
+    given = {k: v for k, v in inputs.items() if k not in ("max_q", "max_len")}
+    got = prefill(**given, tile=LatentTile(tokens, heads, 16, 4, 1))
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("programs", [1, 8, 64])
+def test_any_number_of_splits_gives_the_same(programs: int) -> None:
+    inputs = case_named("decode_split").make("cpu", torch.float32, 3)
+    want = mla_attention_reference(**inputs)
+    given = {k: v for k, v in inputs.items() if k != "max_q"}
+    got = decode(**given, tile=LatentTile(1, 16, 16, 4, 1, programs))
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()

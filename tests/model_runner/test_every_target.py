@@ -8,7 +8,7 @@ Not here: files that PEFT wrote (test_golden.py, test_peft_live.py).
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.registry import load_adapter
 from adapter_store.ref import AdapterRef
-from adapter_store.weights import LoraTarget
+from adapter_store.weights import AdapterManifest, LoraTarget
 from model_runner.assembly import read_model_config
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
@@ -83,6 +83,26 @@ def part_of(target: LoraTarget, gate: str) -> str:
     if gate and name.endswith(gate):
         return "router"
     return "shared expert" if ".shared_expert" in name else "dense MLP"
+
+
+_PART_OF_LAYOUT = {
+    "natural": EXPERTS[0],
+    "swapped": EXPERTS[1],
+    "3-D": EXPERTS[2],
+    "shared outer": EXPERTS[2],
+    "per expert": EXPERTS[3],
+}
+
+
+def parts_of(manifest: AdapterManifest, targets: Sequence[LoraTarget], gate: str) -> set[str]:
+    """The parts of which a file has tensors, by what the loader made of them."""
+    by_name = {target.name: target for target in targets}
+    found = set()
+    for pair in manifest.pairs:
+        plain = by_name[pair.target].kind != "experts"
+        part = part_of(by_name[pair.target], gate)
+        found.add(part if plain else _PART_OF_LAYOUT[pair.layout])
+    return found
 
 
 def draw(random: torch.Generator, *shape: int) -> Tensor:

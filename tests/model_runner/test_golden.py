@@ -120,6 +120,19 @@ def test_seldom_targets_cost_nothing_in_steps_whose_adapters_lack_them(monkeypat
     engine.close()
 
 
+def test_engines_that_read_a_file_differently_share_no_packed_form_of_it(tmp_path: Path) -> None:
+    (case,) = (c for c in CASES if c.id == "gpt_oss_square-down_r4_peft021")
+    diffs = []
+    for release in (0, 4, 5):
+        engine = make_engine(
+            case.model, assume_transformers=release, host_cache_dir=str(tmp_path / "tier")
+        )
+        found, _ = score_all(engine, [case])
+        diffs.append(float((found[case.id] - case.logits()).abs().max()))
+        engine.close()
+    assert max(diffs[0], diffs[2]) < MAX_ABS_DIFF < diffs[1], diffs
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_targets_are_what_adapters_are_written_for(model: Path) -> None:
     family, config = read_model_config(model)

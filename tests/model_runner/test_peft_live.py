@@ -1,9 +1,11 @@
 """Adapters that the installed PEFT writes now, on every family: attention (latent projections too),
 experts, shared experts, dense layers, the head; the logits are those of PEFT's own model.
 
-Not here: files of older versions (test_golden.py), broken files (tests/adapter_store).
+Not here: files of other releases (test_golden.py, test_peft_versions.py), broken files
+(tests/adapter_store).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +13,54 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from adapter_store.formats.registry import load_adapter
 from adapter_store.ref import AdapterRef
+from model_runner.assembly import read_model_config
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
+from model_runner.models.lora_targets import list_lora_targets
 from tests.golden import MAX_ABS_DIFF
+from tests.model_runner.peft_cases import ATTENTION, DENSE, LATENT
 from tests.model_runner.test_against_transformers import save_model
+from tests.model_runner.test_every_target import parts_of
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-SHARED = [f"shared_experts.{part}_proj" for part in ("gate", "up", "down")]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LLAMA4 = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
-# (model of test_against_transformers, what is adapted)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek v2": ("deepseek v2, groups, q latent", {
-        "target_modules": LATENT + SHARED, "target_parameters": EXPERTS}),
-    "deepseek v2, kv_b_proj alone": ("deepseek v2, greedy", {"target_modules": ["kv_b_proj"]}),
-    "deepseek v3": ("deepseek v3", {
-        "target_modules": LATENT + SHARED, "target_parameters": EXPERTS}),
-    "deepseek v3, dense layer": ("deepseek v3", {
-        "target_modules": r"model\.layers\.0\.mlp\.(gate|up|down)_proj"}),
-    "gpt-oss": ("gpt-oss", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
-    "llama": ("llama", {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}),
-    "llama, the head": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
-    "llama4": ("llama4, two chunks and more", {
-        "target_modules": [*ATTENTION, "shared_expert.gate_proj", "shared_expert.up_proj",
-                           "shared_expert.down_proj"],
-        "target_parameters": LLAMA4}),
-    "mixtral": ("mixtral", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
-    "olmoe": ("olmoe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
-    "qwen3-moe": ("qwen3-moe, a dense layer", {
-        "target_modules": ATTENTION, "target_parameters": EXPERTS}),
+NATURAL, SWAPPED = "experts, natural", "experts, swapped"
+
+
+@dataclass(frozen=True)
+class Case:
+    """model: of test_against_transformers;  fields: of PEFT's LoraConfig
+
+    parts  what its tensors must be, in the words of test_every_target.PARTS
+    """
+
+    model: str
+    parts: frozenset[str]
+    fields: dict[str, Any]
+
+
+def case(model: str, parts: set[str], modules: Any, params: list[str] | None = None) -> Case:
+    fields = {"target_modules": modules} | ({"target_parameters": params} if params else {})
+    return Case(model, frozenset(parts), fields)
+
+
+CASES = {
+    "deepseek v2": case("deepseek v2, groups, q latent", {"attention", "latent", NATURAL},
+                        LATENT, EXPERTS),
+    "deepseek v2, kv_b_proj alone": case("deepseek v2, greedy", {"latent"}, ["kv_b_proj"]),
+    "deepseek v3": case("deepseek v3", {"attention", "latent", NATURAL}, LATENT, EXPERTS),
+    # The names of transformers 4, which PEFT takes for those of the experts wherever they are.
+    "deepseek v3, old names": case("deepseek v3", {NATURAL}, ["shared_experts.down_proj"]),
+    "gpt-oss": case("gpt-oss", {"attention", NATURAL}, ATTENTION, EXPERTS),
+    "llama": case("llama", {"attention", "dense MLP"}, [*ATTENTION, *DENSE]),
+    "llama, the head": case("llama", {"attention", "lm_head"}, ["lm_head", "q_proj"]),
+    "llama4": case("llama4, two chunks and more", {"attention", "shared expert", SWAPPED},
+                   [*ATTENTION, *(f"shared_expert.{name}" for name in DENSE)], LLAMA4),
+    "mixtral": case("mixtral", {"attention", NATURAL}, ATTENTION, EXPERTS),
+    "olmoe": case("olmoe", {"attention", NATURAL}, ATTENTION, EXPERTS),
+    "qwen3-moe": case("qwen3-moe, a dense layer", {"attention", NATURAL}, ATTENTION, EXPERTS),
 }  # fmt: skip
 
 
@@ -63,13 +82,18 @@ SLOW = [name for name in CASES if name not in QUICK]
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    shape, fields = CASES[name]
-    model = save_model(shape, tmp_path / "base", seed=7)
+    wanted = CASES[name]
+    model = save_model(wanted.model, tmp_path / "base", seed=7)
     prompt = torch.randint(96, (1, 50), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         plain = model(prompt).logits[0]
-        want = save_adapter(model, tmp_path / "adapter", fields)(prompt).logits[0]
+        want = save_adapter(model, tmp_path / "adapter", wanted.fields)(prompt).logits[0]
     assert (want - plain).abs().max() > 0.05
+    family, config = read_model_config(tmp_path / "base")
+    targets = list_lora_targets(config, family.names)
+    manifest = load_adapter(tmp_path / "adapter", targets).manifest
+    gate = family.names.gate if family.names else ""
+    assert parts_of(manifest, targets, gate) == wanted.parts
     engine = Engine(
         EngineConfig(
             model=str(tmp_path / "base"),

@@ -148,6 +148,20 @@ def test_limits_are_the_engines_settings(tmp_path: Path, capsys) -> None:
     assert report["refused"][0]["reason"] == "too_large" and report["adapter_memory_bytes"] == 0
 
 
+def test_a_lone_square_down_is_read_as_the_setting_says(tmp_path: Path, capsys) -> None:
+    case = CASES["gpt_oss_square-down_r4_peft021"]
+    settings = tmp_path / "engine.yaml"
+    for release, layout, words in (
+        (0, "natural", "does not record"),
+        (4, "swapped", "transformers 4 (assume_transformers)"),
+        (5, "natural", "transformers 5 (assume_transformers)"),
+    ):
+        settings.write_text(f"assume_transformers: {release}\n")
+        code, report = judge(capsys, case.adapter, case.model, "--config", str(settings))
+        assert code == 0 and list(report["layouts"]) == [layout]
+        assert words in report["warnings"][0]
+
+
 def test_a_value_that_does_not_survive_the_cast_is_refused(tmp_path: Path, capsys) -> None:
     shutil.copytree(ATTENTION, tmp_path / "a")
     tensors = load_file(ATTENTION / "adapter_model.safetensors")
