@@ -1,6 +1,6 @@
 """Follows the placement in every ingress: a request goes to a home seat, late ones to one spill
-seat, never by chance, and never to a replica that it was lost on, unless that was only silent, is the
-last one, and answers again.
+seat, never by chance, and never to a replica that it was lost on; one that was only silent is the
+last choice, and only once it answers again.
 
 Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
 shared with anybody. Ray's own loop hands a chosen replica to the oldest waiting request, which

@@ -135,7 +135,7 @@ class UsageWriter:
         await take_turns("writing usage records", self.flush, FLUSH_S)
 
     async def flush(self, min_age_s: float = FLUSH_S) -> None:
-        """Write what there is. Errors: what the store raises; the batch is kept for the next call."""
+        """Write what there is. Errors: those of the store; the batch is kept for the next call."""
         async with self._writing:
             if self._batch is not None:
                 await self._write()

@@ -69,7 +69,10 @@ async def test_a_row_of_failures_is_told_once(caplog: pytest.LogCaptureFixture) 
         async with running(take_turns("the work", turn, 0.0)) as task:
             await is_reached(lambda: len(taken) >= len(plan), task)
     told = [line for line in caplog.messages if "the work" in line][:4]
-    assert [("fails" in line, "again" in line) for line in told] == [(True, False), (False, True)] * 2
+    assert [("fails" in line, "again" in line) for line in told] == [
+        (True, False),
+        (False, True),
+    ] * 2
     assert "StatusCode.INTERNAL" in told[0]
 
 

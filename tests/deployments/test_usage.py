@@ -222,9 +222,7 @@ async def test_what_runs_is_written_as_it_goes(store: FlakyStore) -> None:
     assert (last.status, last.delivered) == ("200", 4)
 
 
-async def test_closing_writes_all(
-    store: FlakyStore, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_closing_writes_all(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
     log = UsageLog()
     writer = UsageWriter(log, store, MetricLog())
     log.begin(Running("cut off"))
