@@ -322,7 +322,12 @@ async def test_neutral_values_pass(face: Face) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"temperature": "hot"}, "temperature"), ({"stream": 1}, "stream"), ({"n": 1.5}, "n")],
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"stream": 1}, "stream"),
+        ({"n": 1.5}, "n"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+    ],
 )
 async def test_wrong_types(face: Face, fields: dict[str, Any], param: str) -> None:
     assert assert_openai_error(await face.chat(**fields), 422)["param"] == param
