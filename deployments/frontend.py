@@ -58,6 +58,7 @@ from model_runner.tokenizer import TemplateRefused, Tokenizer
 Output = tuple[int, TextOutput]
 Outputs = AsyncGenerator[Output, None]
 Prepare = Callable[[TenantConfig, bytes, str], Awaitable[Job]]
+_T = TypeVar("_T")
 _Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
 _log = logging.getLogger("ray.serve")
 
@@ -189,17 +190,23 @@ class Frontend:
     ) -> Job:
         """What `prepare` makes of a body: of a big one off the loop, and one at a time per tenant.
 
-        A big one is prepared to its end even if nobody waits for it any more: a thread cannot be
-        stopped, and a client that comes and goes would fill them all.
         Errors: those of `prepare`.
         """
         if len(body) <= BIG_BYTES:
             return await prepare(tenant, body, answer_id)
-        gate = self._big_work[tenant.tenant_id]
-        await gate.acquire()
-        task = asyncio.ensure_future(prepare(tenant, body, answer_id))
+        return await self._in_turn(tenant.tenant_id, partial(prepare, tenant, body, answer_id))
 
-        def ended(task: asyncio.Future[Job]) -> None:
+    async def _in_turn(self, tenant_id: str, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Big work in threads: one at a time per tenant.
+
+        It is done to its end even if nobody waits for it any more: a thread cannot be stopped, and
+        a client that comes and goes would fill them all.
+        """
+        gate = self._big_work[tenant_id]
+        await gate.acquire()
+        task = asyncio.ensure_future(work())
+
+        def ended(task: asyncio.Future[_T]) -> None:
             gate.release()
             if not task.cancelled():
                 task.exception()  # heard, whether somebody waits or not
@@ -365,13 +372,15 @@ class Frontend:
             job.writer.collect(*await self.first(outputs))
             async for index, output in outputs:
                 job.writer.collect(index, output)
-        meter.finish(200)
         sampling = job.requests[0].sampling
         if sampling.prompt_logprobs is None and sampling.logprobs is None:
-            return job.writer.whole()
-        # Several entries for each token: seconds that other streams would wait, and much memory.
-        async with self._big_work[job.requests[0].tenant_id]:
-            return await asyncio.to_thread(job.writer.whole)
+            answer = job.writer.whole()
+        else:
+            # Several entries for each token: seconds that other streams would wait, much memory.
+            write = partial(asyncio.to_thread, job.writer.whole)
+            answer = await self._in_turn(job.requests[0].tenant_id, write)
+        meter.finish(200)
+        return answer
 
     async def drop(self, outputs: Outputs, first: "asyncio.Task[Output]") -> None:
         """Give up a streamed answer, however far it came; nothing happens if it came to its end."""

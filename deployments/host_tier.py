@@ -25,7 +25,7 @@ class HostTierFolder:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._folder.lstat().st_uid != os.getuid():  # who made it could change our adapters
             os.close(self._fd)
-            raise PermissionError(f"{folder} is another user's: name one in adapters.host_cache_dir")
+            raise PermissionError(f"{folder} is another user's: set adapters.host_cache_dir")
 
     def _hold(self) -> int:
         while True:

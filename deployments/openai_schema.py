@@ -1,8 +1,8 @@
 """The wire types of OpenAI's API as far as this service speaks it, and nothing else.
 
 Requests name every field that is understood. Those that are known but not supported pass with the
-values that mean "not used" alone, and a field nobody knows is refused by its name: what would change
-an answer is never silently left out.
+values alone that mean "not used", and a field nobody knows is refused by its name: what would
+change an answer is never silently left out.
 """
 
 from collections.abc import Mapping

@@ -146,7 +146,7 @@ async def parts(pieces: list[bytes], gap_s: float) -> AsyncIterator[bytes]:
 
 
 async def test_slow_bodies(face: Face) -> None:
-    configure(face, max_stalled_s=0.2, min_body_bytes_per_s=1_000_000)
+    configure(face, max_stalled_s=0.2, min_body_bytes_per_s=100_000)
     body = json.dumps({"model": "demo", "prompt": "Hi"}).encode()
     for pieces, gap_s in (([body], 1.0), ([b" "] * 100, 0.05)):
         response = await face.client.post(COMPLETIONS, content=parts(pieces, gap_s), headers=KEY)
@@ -379,6 +379,21 @@ async def test_log_probabilities_of_one_answer_are_bounded(
     if status == 400:
         error = response.json()["error"]
         assert error["param"] == "logprobs" and "at most" in error["message"]
+
+
+async def test_an_answer_that_cannot_be_written_is_not_billed(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: ChatWriter) -> bytes:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ChatWriter, "whole", fail)
+    for fields in ({}, {"logprobs": True}):
+        assert (await face.chat(**fields)).status_code == 500
+    counters = face.frontend.log.counters
+    assert counters[("moe_requests_total", ("demo", "pirate", "500"))] == 2
+    assert not counters.get(("moe_output_tokens_total", ("demo", "pirate")))
+    assert_clean(face)
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"prompt_logprobs": 1}, {}])
