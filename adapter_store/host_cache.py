@@ -244,8 +244,13 @@ def census(folder: Path) -> tuple[int, int]:
     return len(found), sum(size for _, _, size in found)
 
 
+def hash_text(text: str) -> str:
+    """sha256 in hex of any text: a uri may hold halves of characters, as names of folders do."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
 def _alias(uri: str, revision: str) -> str:
-    left, right = (hashlib.sha256(text.encode()).hexdigest()[:32] for text in (uri, revision))
+    left, right = (hash_text(text)[:32] for text in (uri, revision))
     return f"{left}-{right}"
 
 

@@ -3,9 +3,9 @@
 Blocks: for the store's threads. Not here: who waits for it and where it goes on the device (store).
 """
 
-import hashlib
 import logging
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +25,8 @@ from adapter_store.errors import (
 from adapter_store.extras import NO_EXTRAS, AdapterExtras, FoundExtras
 from adapter_store.formats.extras_files import BaseTokens, brings_extras
 from adapter_store.formats.extras_process import read_extras_apart
-from adapter_store.host_cache import HostCache
+from adapter_store.formats.registry import check_adapter
+from adapter_store.host_cache import HostCache, hash_text
 from adapter_store.packed import (
     PackedAdapter,
     content_digest,
@@ -67,7 +68,8 @@ class AdapterLoader:
     """Fetches and converts adapters, each content once over all threads and processes that share
     the cache.
 
-    load_adapter  (folder, targets, max_rank=) -> AdapterWeights, as formats.registry has it
+    load_adapter  (folder, targets, max_rank=, max_bytes=) -> AdapterWeights, as formats.registry
+                  has it
     contents      what uris hold and held: asked before a source, told what was seen
     base_folder   of the base model: an adapter's own tokenizer must be the one there
     """
@@ -92,7 +94,7 @@ class AdapterLoader:
         self._load_adapter = load_adapter
         self._contents = contents
         self._sources: dict[str, Source] = {}
-        self._refused: OrderedDict[tuple[str, str], AdapterInvalid] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, ref: AdapterRef) -> HostAdapter | str:
@@ -131,9 +133,9 @@ class AdapterLoader:
                 with self._lock:
                     refused = self._refused.get((ref.uri, revision))
                 if refused is not None:  # the same bytes would be refused again
-                    raise AdapterInvalid(refused.reason, str(refused).partition(": ")[2])
+                    raise AdapterInvalid(*refused)
                 # One fetch at a time over all processes; the others find it done.
-                with self._cache.lock(f"fetch-{_short_hash(f'{ref.uri} {revision}')}"):
+                with self._cache.lock(f"fetch-{hash_text(f'{ref.uri} {revision}')[:32]}"):
                     digest = self._lookup(ref.uri, revision)
                     packed = self.open(digest) if digest is not None else None
                     num_bytes = 0
@@ -202,7 +204,11 @@ class AdapterLoader:
         source = self._source(ref)
         is_pinned = is_digest(ref.revision)
         with self._cache.scratch() as folder:
-            source.fetch(ref, folder, revision)
+            try:
+                source.fetch(ref, folder, revision, self._judge)
+            except AdapterInvalid as e:
+                self._refuse(ref.uri, revision, e)
+                raise
             # Two files are not replaced at once: they must still belong together.
             if not is_pinned and source.revision(ref) != revision:
                 raise AdapterChanged(f"{ref.uri} was replaced while it was read")
@@ -222,13 +228,21 @@ class AdapterLoader:
         self._remember(ref.uri, revision, digest)
         return packed, num_bytes
 
+    def _judge(self, folder: Path) -> None:
+        """Refuse what its config and the head of its weights show to be of no use."""
+        check_adapter(
+            folder, self._targets, max_rank=self._max_rank, max_bytes=self._cache.max_bytes
+        )
+
     def _remember(self, uri: str, revision: str, digest: str) -> None:
         self._cache.remember(uri, revision, digest)
         self._contents.saw(uri, digest, revision)
 
     def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
         extras = self._read_extras(folder)
-        weights = self._load_adapter(folder, self._targets, max_rank=self._max_rank)
+        weights = self._load_adapter(
+            folder, self._targets, max_rank=self._max_rank, max_bytes=self._cache.max_bytes
+        )
         found = weights.manifest
         for warning in found.warnings:
             _log.warning("adapter %s: %s", ref, warning)
@@ -250,8 +264,9 @@ class AdapterLoader:
         return FoundExtras(read_extras_apart(folder, self._base_folder), self._base.digest)
 
     def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
+        message = str(error).removeprefix(f"{error.reason}: ")
         with self._lock:
-            self._refused[uri, revision] = error
+            self._refused[uri, revision] = error.reason, message
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
 
@@ -284,13 +299,22 @@ def check_revision(ref: AdapterRef, revision: str, digest: str) -> None:
 
 @contextmanager
 def _only_adapter_errors(ref: AdapterRef) -> Iterator[None]:
+    """Errors are kept for a while, for others who ask: what was read before one (tensors, a header
+    of many megabytes) must not be kept with it."""
     try:
         yield
-    except AdapterError:
+    except AdapterError as e:
+        _let_go(e)
         raise
     except Exception as e:  # a fault of one load must not become everyone's
+        _let_go(e)
         raise AdapterUnavailable(f"loading {ref} failed: {type(e).__name__}: {e}") from e
 
 
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _let_go(error: BaseException) -> None:
+    """Empty the variables of the frames that an error went through, and what it came of as well."""
+    traceback.clear_frames(error.__traceback__)
+    if error.__cause__ is None:
+        error.__context__ = None  # not shown, or by chance
+    else:
+        _let_go(error.__cause__)

@@ -32,12 +32,16 @@ LAW = {
     "adapter_store": "torch safetensors adapter_store",
     "adapter_store.ref": "",
     "adapter_store.errors": "",
+    "adapter_store.regular_file": "adapter_store.errors",
     "adapter_store.extras": "",
     "adapter_store.contents": "adapter_store.sources",
     "adapter_store.load_threads": "",
     "adapter_store.weights": "torch adapter_store.ref",
     "adapter_store.slot_table": "adapter_store.ref adapter_store.errors",
     "adapter_store.sources": "adapter_store.ref adapter_store.errors adapter_store.sources",
+    "adapter_store.sources.local": (
+        "adapter_store.ref adapter_store.errors adapter_store.sources adapter_store.regular_file"
+    ),
     "adapter_store.sources.s3": (
         "boto3 botocore adapter_store.ref adapter_store.errors adapter_store.sources"
     ),

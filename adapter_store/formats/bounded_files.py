@@ -3,15 +3,18 @@
 Not here: what the files mean (peft_config, safetensors_file).
 """
 
-import errno
 import json
 import os
+import re
 import reprlib
-import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
-from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from adapter_store.errors import AdapterInvalid, AdapterUnavailable
+from adapter_store.regular_file import open_regular
 
 _SHOWN_CHARS = 160
 _REPR = reprlib.Repr()  # does not walk all of a deep or long value
@@ -22,29 +25,6 @@ def shown(value: object) -> str:
     """A stranger's value as one safe line for a message: escaped, about 160 characters at most."""
     whole = _REPR.repr(value)
     return whole if len(whole) <= _SHOWN_CHARS else whole[:_SHOWN_CHARS] + "..."
-
-
-def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; the caller closes it.
-
-    Errors:  AdapterInvalid("file") for a link, folder, pipe or device: a link could lead out of the
-             adapter's folder. AdapterNotFound if there is none, AdapterUnavailable if it cannot be
-             read.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags)
-    except FileNotFoundError:
-        raise AdapterNotFound(f"{path.name} is not in the adapter's folder") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            what = f"{path.name} is a symbolic link; put the file itself there"
-            raise AdapterInvalid("file", what) from None
-        raise AdapterUnavailable(f"{path.name}: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise AdapterInvalid("file", f"{path.name} is not a regular file")
-    return fd
 
 
 def read_exactly(fd: int, offset: int, num_bytes: int, what: str) -> bytearray:
@@ -80,31 +60,84 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(raw: bytes, reason: str, what: str, max_items: int) -> dict[str, Any]:
-    """A JSON object. `max_items` bounds its lists and objects, and so what it unfolds to.
+    """A JSON object. `max_items` bounds its values, and so what it unfolds to: some 300 bytes each.
 
     Errors:  AdapterInvalid(reason) for what is not UTF-8 or not JSON, is nested too deep, has a key
              twice, NaN or Infinity, or is no object.
     """
-    if raw.count(b"[") + raw.count(b"{") > max_items:
-        raise AdapterInvalid(reason, f"{what} has more than {max_items} lists and objects")
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > max_items:
+        raise AdapterInvalid(reason, f"{what} has more than {max_items} values")
+    with _json_errors(reason, what):
+        value = _DECODER.decode(raw.decode())
+    if not isinstance(value, dict):
+        raise AdapterInvalid(reason, f"{what} is not a JSON object")
+    return value
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in table:
-                raise ValueError(f"the key {shown(key)} is there twice")
-            table[key] = value
-        return table
 
-    def no_constant(name: str) -> None:
-        raise ValueError(f"{name} is no number")
+def json_items(
+    raw: bytearray, reason: str, what: str, max_chars: Callable[[str], int]
+) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a large JSON object, one after the other: memory is the text's and one
+    value's. A key that is there twice comes twice.
 
+    raw        emptied when it has been decoded
+    max_chars  key -> how long the text of its value may be
+    Errors:  as `parse_json`, while it goes.
+    """
+    with _json_errors(reason, what):
+        text = raw.decode()
+        raw.clear()
+        at = _expect(_BEGIN, text, 0)
+        while text[at - 1] != "}":
+            key, at = scanstring(text, at, True)
+            at = _expect(_COLON, text, at)
+            window = text[at : at + max_chars(key)]
+            try:
+                value, used = _DECODER.raw_decode(window)
+            except json.JSONDecodeError as error:
+                where = f"{error.msg}, in the first {len(window)} characters of {shown(key)}"
+                raise ValueError(where) from None
+            yield key, value
+            at = _expect(_NEXT, text, at + used)
+        _expect(_END, text, at)
+
+
+# What stands between the parts of an object: up to its first key or its end, and so on.
+_BEGIN = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*["}]')
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_NEXT = re.compile(r'[ \t\n\r]*(?:,[ \t\n\r]*"|\})')
+_END = re.compile(r"[ \t\n\r]*\Z")
+
+
+def _expect(between: re.Pattern[str], text: str, at: int) -> int:
+    """The place behind what must stand there."""
+    found = between.match(text, at)
+    if found is None:
+        raise json.JSONDecodeError(f"Expecting {between.pattern}", text, at)
+    return found.end()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {shown(key)} is there twice")
+        table[key] = value
+    return table
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+@contextmanager
+def _json_errors(reason: str, what: str) -> Iterator[None]:
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=no_constant)
+        yield
     except RecursionError:
         raise AdapterInvalid(reason, f"{what} is nested too deep") from None
     except ValueError as error:
         raise AdapterInvalid(reason, f"{what} is not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise AdapterInvalid(reason, f"{what} is not a JSON object")
-    return value

@@ -6,14 +6,14 @@ Not here: what names mean (peft_names), how experts lie (peft_experts), where fo
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from adapter_store.errors import AdapterInvalid
+from adapter_store.errors import AdapterInvalid, StoreFull
 from adapter_store.formats.bounded_files import shown
 from adapter_store.formats.peft_config import CONFIG_FILE, PeftConfig, read_config
 from adapter_store.formats.peft_experts import (
@@ -41,6 +41,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 
+MAX_WARNINGS = 32
+
 TensorFile = SafetensorsFile | PickleFile
 
 
@@ -51,6 +53,15 @@ class _Reading:
     layout: Layout
     lora_rank: int
     scale: float
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What comes of a file: its pairs and how they are read, the rest of it, what is to be said."""
+
+    readings: dict[Pair, _Reading]
+    skipped: dict[str, str]
+    warnings: list[str]
 
 
 def matches(folder: Path) -> bool:
@@ -65,38 +76,82 @@ def load(
     targets: Sequence[LoraTarget],
     *,
     max_rank: int,
+    max_bytes: int | None,
     allow_pickle: bool,
     base_name: str | None,
 ) -> AdapterWeights:
     """Load the folder's adapter; arguments and errors as `registry.load_adapter`."""
     config = read_config(folder)
+    with _open(folder, allow_pickle) as file:
+        plan = _plan(folder, file, config, targets, max_rank, max_bytes)
+        factors = _build(file, targets, plan.readings, max_rank)
+        warnings = [*_other_base(config, base_name), *_other_files(folder, file), *plan.warnings]
+    if not any(bool(factor.b.any()) for factor in factors.values()):
+        warnings.insert(0, "every lora_B is zero: the adapter changes nothing")
+    if len(warnings) > MAX_WARNINGS:  # they go into logs and answers
+        rest = f"{len(warnings) - MAX_WARNINGS} more warnings of this adapter are left out"
+        warnings = [*warnings[:MAX_WARNINGS], rest]
+    bound = tuple(_bound(pair, reading) for pair, reading in plan.readings.items())
+    return AdapterWeights(factors, AdapterManifest(bound, plan.skipped, tuple(warnings)))
+
+
+def check(
+    folder: Path, targets: Sequence[LoraTarget], *, max_rank: int, max_bytes: int | None
+) -> None:
+    """See `registry.check_adapter`."""
+    config = read_config(folder)
+    with _open(folder, allow_pickle=False) as file:
+        _plan(folder, file, config, targets, max_rank, max_bytes)
+
+
+def _plan(
+    folder: Path,
+    file: TensorFile,
+    config: PeftConfig,
+    targets: Sequence[LoraTarget],
+    max_rank: int,
+    max_bytes: int | None,
+) -> _Plan:
+    """Everything that can be judged before a tensor is read."""
     index = TargetIndex(targets)
     warnings = [*config.warnings, *index.check_parameters(config.target_parameters)]
-    warnings += _other_base(config, base_name)
-    with _open(folder, allow_pickle) as file:
-        warnings += _other_files(folder, file)
-        if not file.infos:
-            raise AdapterInvalid("empty", f"the weights in {folder.name} have no tensor")
-        pairs, skipped = bind_tensors(file.infos, config, index)
-        if not pairs:
-            raise AdapterInvalid("empty", f"no LoRA tensor among {len(file.infos)} tensors")
-        flat = [pair for pair in pairs if _is_flat(pair)]
-        for pair in pairs:
-            _check_dtypes(pair)
-        flat_layout, said = (
-            decide_layout(flat, targets, config.peft_version) if flat else (None, [])
-        )
-        warnings += [*said, *_parameters_without_tensors(config, pairs)]
-        _check_tying(config, index, pairs)
-        readings = {
-            pair: _judge(pair, flat_layout if _is_flat(pair) else None, config, max_rank)
-            for pair in pairs
-        }
-        factors = _build(file, targets, readings, max_rank)
-    if not any(bool(factor.b.any()) for factor in factors.values()):
-        warnings.append("every lora_B is zero: the adapter changes nothing")
-    bound = tuple(_bound(pair, reading) for pair, reading in readings.items())
-    return AdapterWeights(factors, AdapterManifest(bound, skipped, tuple(warnings)))
+    if not file.infos:
+        raise AdapterInvalid("empty", f"the weights in {folder.name} have no tensor")
+    pairs, skipped = bind_tensors(file.infos, config, index)
+    if not pairs:
+        raise AdapterInvalid("empty", f"no LoRA tensor among {len(file.infos)} tensors")
+    flat = [pair for pair in pairs if _is_flat(pair)]
+    for pair in pairs:
+        _check_dtypes(pair)
+    flat_layout, said = decide_layout(flat, targets, config.peft_version) if flat else (None, [])
+    warnings = [*said, *warnings, *_parameters_without_tensors(config, pairs)]
+    _check_tying(config, index, pairs)
+    readings = {
+        pair: _judge(pair, flat_layout if _is_flat(pair) else None, config, max_rank)
+        for pair in pairs
+    }
+    least = _least_bytes(readings)
+    if max_bytes is not None and least > max_bytes:
+        what = f"the adapter in {folder.name} takes {least} bytes or more"
+        raise StoreFull(f"{what}, zeros of experts without a tensor included; {max_bytes} at most")
+    return _Plan(readings, skipped, warnings)
+
+
+def _least_bytes(readings: Mapping[Pair, _Reading]) -> int:
+    """Of all factors in two bytes an element, if gate and up turn out to share their A."""
+    ranks: dict[str, tuple[LoraTarget, int, int, int]] = {}
+    for pair, reading in readings.items():
+        target = pair.place.target
+        _, rank, num_a, num_b = ranks.get(target.name, (target, 0, 1, 1))
+        sizes = [target.num_experts] * 2
+        if reading.layout == "stacked":
+            sizes = [pair.a.shape[0], pair.b.shape[0]]
+        rank = max(rank, reading.lora_rank)
+        ranks[target.name] = target, rank, max(num_a, sizes[0]), max(num_b, sizes[1])
+    return sum(
+        2 * rank * (num_a * target.in_features + num_b * target.out_features)
+        for target, rank, num_a, num_b in ranks.values()
+    )
 
 
 def _open(folder: Path, allow_pickle: bool) -> TensorFile:

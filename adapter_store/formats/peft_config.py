@@ -15,7 +15,8 @@ from adapter_store.formats.bounded_files import parse_json, read_small, shown
 from adapter_store.formats.patterns import PatternTable
 
 CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 16 << 20  # a rank_pattern may name every expert's linears
+MAX_CONFIG_BYTES = 8 << 20  # as the sources copy; a rank_pattern may name every expert's linears
+MAX_CONFIG_ITEMS = 400_000
 MAX_TARGET_PARAMETERS = 100_000
 
 # Read below, or known to leave the arithmetic of a finished adapter alone.
@@ -75,7 +76,7 @@ def read_config(folder: Path) -> PeftConfig:
         raw = read_small(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
     except AdapterNotFound:
         raise AdapterInvalid("config", f"{CONFIG_FILE} is missing") from None
-    fields = parse_json(raw, "config", CONFIG_FILE, max_items=4 * MAX_TARGET_PARAMETERS)
+    fields = parse_json(raw, "config", CONFIG_FILE, max_items=MAX_CONFIG_ITEMS)
     warnings = _refuse_methods(fields)
     return PeftConfig(
         lora_rank=_positive(fields.get("r"), "r"),

@@ -7,6 +7,7 @@ mean.
 
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,13 +17,18 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.bounded_files import open_regular, parse_json, read_exactly, shown
+from adapter_store.formats.bounded_files import json_items, read_exactly, shown
+from adapter_store.regular_file import open_regular
 
-MAX_HEADER_BYTES = 64 << 20  # 90,000 tensors of a per-expert DeepSeek-V3 adapter need 20 MB
+MAX_HEADER_BYTES = 48 << 20  # 90,000 tensors of a per-expert DeepSeek-V3 adapter need 20 MB
+MAX_WIDE_HEADER_BYTES = 8 << 20  # with characters outside ASCII, which take four times the memory
+MAX_METADATA_CHARS = 1 << 20
+MAX_ENTRY_CHARS = 4096
 MAX_TENSORS = 200_000
 MAX_NAME_CHARS = 512
 MAX_DIMS = 8
 
+_METADATA = "__metadata__"
 FLOAT_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,7 +42,7 @@ _ITEM_BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a tensor before it is read. dtype in safetensors' spelling."""
 
@@ -57,12 +63,9 @@ class SafetensorsFile:
         self._file_name = path.name
         self._fd = open_regular(path)
         try:
-            self._data_start, header = self._read_header()
             self._spans: dict[str, tuple[int, int]] = {}
             self.infos: dict[str, TensorInfo] = {}
-            for name, entry in header.items():
-                info, span = _parse_entry(path.name, name, entry)
-                self.infos[name], self._spans[name] = info, span
+            self._data_start = self._read_header()
             self._check_spans(os.fstat(self._fd).st_size - self._data_start)
         except BaseException:
             os.close(self._fd)
@@ -89,7 +92,8 @@ class SafetensorsFile:
         data = read_exactly(self._fd, self._data_start + begin, end - begin, shown(name))
         return torch.frombuffer(data, dtype=FLOAT_DTYPES[info.dtype]).view(info.shape)
 
-    def _read_header(self) -> tuple[int, dict[str, Any]]:
+    def _read_header(self) -> int:
+        """Fills infos and spans; gives the place where the data begin."""
         size = os.fstat(self._fd).st_size
         if size < 8:
             raise AdapterInvalid("file", f"{self._file_name} has {size} bytes and no header")
@@ -100,15 +104,24 @@ class SafetensorsFile:
                 f"{self._file_name}: the header claims {length} bytes; the file has {size - 8}, "
                 f"at most {MAX_HEADER_BYTES} are read",
             )
-        raw = bytes(read_exactly(self._fd, 8, length, self._file_name))
+        raw = read_exactly(self._fd, 8, length, self._file_name)
         what = f"the header of {self._file_name}"
-        header = parse_json(raw, "file", what, max_items=3 * MAX_TENSORS)
-        metadata = header.pop("__metadata__", None)
-        if metadata is not None and not (
-            isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-        ):
-            raise AdapterInvalid("file", f"{what}: __metadata__ is not a table of strings")
-        return 8 + length, header
+        if length > MAX_WIDE_HEADER_BYTES and not raw.isascii():
+            raise AdapterInvalid(
+                "file", f"{what} has {length} bytes, {MAX_WIDE_HEADER_BYTES} at most beyond ASCII"
+            )
+        has_metadata = False
+        for name, entry in json_items(raw, "file", what, _max_chars):
+            if name in self.infos or (has_metadata and name == _METADATA):
+                raise AdapterInvalid("file", f"{what}: the key {shown(name)} is there twice")
+            if name == _METADATA:
+                has_metadata = True
+                _check_metadata(what, entry)
+                continue
+            self.infos[name], self._spans[name] = _parse_entry(self._file_name, name, entry)
+            if len(self.infos) > MAX_TENSORS:
+                raise AdapterInvalid("file", f"{what} has more than {MAX_TENSORS} tensors")
+        return 8 + length
 
     def _check_spans(self, data_bytes: int) -> None:
         at = 0
@@ -131,6 +144,15 @@ class SafetensorsFile:
             )
 
 
+def _max_chars(key: str) -> int:
+    return MAX_METADATA_CHARS if key == _METADATA else MAX_ENTRY_CHARS
+
+
+def _check_metadata(what: str, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise AdapterInvalid("file", f"{what}: {_METADATA} is not a table of strings")
+
+
 def _parse_entry(file_name: str, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
     """One line of the header, checked on its own: form, dtype, size of shape against offsets."""
     if len(name) > MAX_NAME_CHARS or not name.isprintable():
@@ -151,9 +173,14 @@ def _parse_entry(file_name: str, name: str, entry: Any) -> tuple[TensorInfo, tup
             f"{shown(name)}: {dtype} {shape} takes {bits // 8} bytes, its offsets hold "
             f"{span[1] - span[0]}",
         )
-    return TensorInfo(name, dtype, tuple(shape)), (span[0], span[1])
+    return TensorInfo(name, sys.intern(dtype), tuple(shape)), (span[0], span[1])
 
 
 def _sizes(value: Any) -> bool:
     """A list of plain integers from 0 to 2^48."""
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
+    if not isinstance(value, list):
+        return False
+    for size in value:  # noqa: SIM110  (a generator takes three times as long)
+        if type(size) is not int or not 0 <= size < 1 << 48:
+            return False
+    return True

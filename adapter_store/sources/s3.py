@@ -31,12 +31,15 @@ from adapter_store.sources.source import (
     CONFIG_FILE,
     DEFAULT_MAX_BYTES,
     FILES,
+    JUDGED_FROM_BYTES,
     OPTIONAL_FILES,
     PICKLE_FILES,
     WEIGHTS_FILE,
+    Judge,
     S3Options,
     check_files,
     check_sizes,
+    head_end,
 )
 
 _CHUNK_BYTES = 1 << 18
@@ -78,11 +81,14 @@ class S3Source:
             files.append(words if name in FILES else f"{name}:{words}")
         return _REVISION + "+".join(files)
 
-    def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
+    def fetch(self, ref: AdapterRef, into: Path, revision: str, judge: Judge | None = None) -> None:
         """See `Source`. Every read is bound to the ETag and, where there is one, the version."""
         bucket, _ = _split(ref)
         try:
             for name, obj in self._describe_at(ref, revision).items():
+                if judge is not None and name == WEIGHTS_FILE and obj.size > JUDGED_FROM_BYTES:
+                    self._download_head(ref, bucket, obj, into / name)
+                    judge(into)
                 self._download(ref, bucket, obj, into / name)
         except _Changed as e:
             raise AdapterChanged(f"{ref.uri} no longer holds {revision}") from e
@@ -184,6 +190,16 @@ class S3Source:
             version=str(answer.get("VersionId", "")),
             checks=tuple(_checks(bucket, answer)),
         )
+
+    def _download_head(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
+        """The head of a safetensors file, the rest a hole."""
+        with open(path, "w+b") as file:
+            file.truncate(obj.size)
+            fd, first = file.fileno(), min(_CHUNK_BYTES, obj.size)
+            self._read_part(ref, bucket, obj, fd, 0, first)
+            end = head_end(os.pread(fd, 8, 0), obj.size)
+            if end > first:
+                self._read_part(ref, bucket, obj, fd, first, end)
 
     def _download(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
         """One object into one file: parts side by side, then the checksum; twice if it fails."""

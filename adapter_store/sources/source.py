@@ -3,7 +3,7 @@
 Not here: how bytes are read (local, s3) and what they mean (formats).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,13 +20,18 @@ TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 8 << 20  # as the formats read; a rank_pattern may name every expert's linears
 DEFAULT_MAX_BYTES = 64 << 30
+JUDGED_FROM_BYTES = 32 << 20
+"""Weights larger than this are judged by their head before the rest of them is read."""
+_MAX_HEAD_BYTES = 64 << 20
+
+Judge = Callable[[Path], object]
 OPTIONAL_FILES = {
     TOKENIZER_FILE: 32 << 20,
     TOKENIZER_CONFIG_FILE: 4 << 20,
     TEMPLATE_FILE: 256 << 10,
-    GENERATION_FILE: MAX_CONFIG_BYTES,
+    GENERATION_FILE: 1 << 20,
 }
 """What may lie beside, and how many bytes it may have. They belong to the content: another template
 is another revision, and another digest."""
@@ -44,11 +49,14 @@ class Source(Protocol):
         """Name of what the uri holds now: equal names, equal bytes. Reads no weights."""
         ...
 
-    def fetch(self, ref: AdapterRef, into: Path, revision: str) -> None:
+    def fetch(self, ref: AdapterRef, into: Path, revision: str, judge: Judge | None = None) -> None:
         """Copy the adapter's files, and no other, into an existing folder.
 
         revision  as `revision` named it, lately or long ago: exactly that content is copied, an
                   older one where the source keeps versions, else AdapterChanged
+        judge     of weights above JUDGED_FROM_BYTES: gets `into` when the config is there and the
+                  weights have their size and their head, the rest a hole; what it raises ends the
+                  fetch, so that gigabytes of no use are never copied
         """
         ...
 
@@ -103,3 +111,11 @@ def check_sizes(ref: AdapterRef, sizes: Mapping[str, int], max_bytes: int) -> No
     total = sum(sizes.values())
     if total > max_bytes:
         raise StoreFull(f"{ref.uri} has {total} bytes, more than the limit of {max_bytes}")
+
+
+def head_end(first: bytes, num_bytes: int) -> int:
+    """Where the head of a safetensors file ends: 8 bytes of length, and so many more.
+
+    first  bytes of the file, 8 at least;  num_bytes  of the file. Bounded, whatever they claim.
+    """
+    return min(8 + int.from_bytes(first[:8], "little"), num_bytes, _MAX_HEAD_BYTES)

@@ -101,7 +101,7 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer": tokenizer(added=[{"id": 9}])}, "is no tokenizer: KeyError"),
         ({"tokenizer": tokenizer(added=[[[]]])}, "is no tokenizer: TypeError"),
         ({"tokenizer": json.dumps({"model": 1})}, "is no tokenizer: AttributeError"),
-        ({"tokenizer": f"[{'1,' * (2 << 20)}1]"}, "more than 1572864 values"),
+        ({"tokenizer": f"[{'1,' * (3 << 20)}1]"}, "more than 2621440 values"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {}}}}, "is no tokenizer"),
     ],
     ids=range(19),

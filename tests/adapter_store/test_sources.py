@@ -130,7 +130,7 @@ def test_sizes_are_bounded_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(StoreFull, match=str(size)):
         copy(open_source(str(folder), max_bytes=size - 1), str(folder), into)
     assert not list(into.iterdir())
-    (folder / CONFIG).write_bytes(b" " * ((1 << 20) + 1))
+    (folder / CONFIG).write_bytes(b" " * ((8 << 20) + 1))
     with pytest.raises(AdapterInvalid, match=CONFIG):
         copy(open_source(str(folder)), str(folder), into)
 

@@ -616,7 +616,7 @@ from adapter_store.formats.registry import load_adapter
 from adapter_store.ref import AdapterRef
 from tests.adapter_store.test_store import Bench, use
 
-def slow(folder, targets, *, max_rank):
+def slow(folder, targets, *, max_rank, max_bytes):
     open({str(tmp_path / "loads")!r}, "a").write("x")
     time.sleep(0.5)
     return load_adapter(folder, targets, max_rank=max_rank)
@@ -664,7 +664,7 @@ import time
 from pathlib import Path
 from tests.adapter_store.test_store import Bench, use
 
-def hangs(folder, targets, *, max_rank):
+def hangs(folder, targets, *, max_rank, max_bytes):
     print("loading", flush=True)
     time.sleep(600)
 
@@ -673,7 +673,7 @@ use(bench.store(load_adapter=hangs), bench.ref("a"))
 """
     ref, loads = bench.ref("a", seed=1), []
 
-    def load(folder: Path, targets: Any, *, max_rank: int) -> AdapterWeights:
+    def load(folder: Path, targets: Any, *, max_rank: int, max_bytes: int) -> AdapterWeights:
         loads.append(folder)
         return load_adapter(folder, targets, max_rank=max_rank)
 
@@ -736,7 +736,9 @@ def s3_options(server: S3Server, endpoint_url: str) -> S3Options:
 def gated(gate: threading.Event) -> Callable[..., AdapterWeights]:
     """A load that waits for a gate."""
 
-    def load(folder: Path, targets: Sequence[LoraTarget], *, max_rank: int) -> AdapterWeights:
+    def load(
+        folder: Path, targets: Sequence[LoraTarget], *, max_rank: int, max_bytes: int
+    ) -> AdapterWeights:
         assert gate.wait(TIMEOUT_S)
         return load_adapter(folder, targets, max_rank=max_rank)
 
@@ -750,7 +752,7 @@ class Counted:
         self.count = 0
 
     def __call__(
-        self, folder: Path, targets: Sequence[LoraTarget], *, max_rank: int
+        self, folder: Path, targets: Sequence[LoraTarget], *, max_rank: int, max_bytes: int
     ) -> AdapterWeights:
         self.count += 1
         return load_adapter(folder, targets, max_rank=max_rank)

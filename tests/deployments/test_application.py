@@ -125,7 +125,9 @@ async def test_adapter_actor_judges_one_at_a_time_as_the_command_does(
     family, shape = read_model_config(base)
     targets = list_lora_targets(shape, family.names)
     actor = AdapterStoreActor()
-    await actor.register("demo", targets, torch.float32, 64, str(tier), 4 << 30, S3Options())
+    await actor.register(
+        "demo", targets, torch.float32, 64, str(tier), 4 << 30, S3Options(), str(base)
+    )
     served = ServedModel("demo", str(base), 64 << 20)
     bad = tmp_path / "bad"
     shutil.copytree(DEMO / "adapters" / "pirate", bad)

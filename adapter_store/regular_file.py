@@ -1,0 +1,34 @@
+"""Opening a file of a stranger's folder: only what is a file, and lies there itself.
+
+Not here: what is read from it (sources, formats).
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading and return its descriptor; the caller closes it.
+
+    Errors:  AdapterInvalid("file") for a link, folder, pipe or device: a link could lead out of the
+             adapter's folder. AdapterNotFound if there is none, AdapterUnavailable if it cannot be
+             read.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        raise AdapterNotFound(f"{path.name} is not in the adapter's folder") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            what = f"{path.name} is a symbolic link; put the file itself there"
+            raise AdapterInvalid("file", what) from None
+        raise AdapterUnavailable(f"{path.name}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise AdapterInvalid("file", f"{path.name} is not a regular file")
+    return fd

@@ -1,0 +1,316 @@
+"""Made folders, mutated bytes and kept inputs through the whole loader: each is refused with words,
+or loads right.
+
+Not here: single files by hand (test_formats_hostile), the long search (fuzz_atheris).
+"""
+
+import base64
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adapter_store.contents import KnownContents
+from adapter_store.errors import AdapterInvalid
+from adapter_store.formats.pickle_file import PickleFile
+from adapter_store.formats.registry import load_adapter
+from adapter_store.host_cache import HostCache
+from adapter_store.loader import AdapterLoader
+from adapter_store.ref import AdapterRef
+from adapter_store.sources import local, s3
+from adapter_store.sources.source import S3Options
+from tests.adapter_store.fuzz_atheris import join, split
+from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Random, valid_draft
+from tests.adapter_store.hostile.folders import MUTATIONS, Case, make_case, valid_case
+from tests.adapter_store.hostile.run import MAX_PEAK_BYTES, Bench, as_bytes, load_bytes
+from tests.adapter_store.scripted_s3 import start_scripted_s3
+from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
+
+ROOT = Path(__file__).parents[2]
+NUM_CASES, ALL_CASES = 150, 10_000
+KEPT_INPUTS: tuple[str, ...] = ()
+"""Inputs that fuzz_atheris found, in base64."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with start_scripted_s3() as server:
+        made = Bench(tmp_path_factory.mktemp("hostile"), server)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("form", ["linear", "flat", "3-D", "per expert"])
+def test_what_is_mutated_loads_unmutated(bench: Bench, form: str) -> None:
+    assert bench.run(valid_case(form)).refusal == ""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_each_mutation_alone(bench: Bench, name: str) -> None:
+    for number in range(2 if MUTATIONS[name].share == 1.0 else 1):
+        bench.run(make_case(number, only=name))
+
+
+def test_made_folders(bench: Bench) -> None:
+    cases = [make_case(number) for number in range(NUM_CASES)]
+    refused = [bool(bench.run(case).refusal) for case in cases]
+    assert 0.5 < sum(refused) / len(cases) < 1.0
+    assert {name for case in cases for name in case.mutations} >= {
+        name for name, mutation in MUTATIONS.items() if mutation.share == 1.0
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_folders() -> None:
+    """In a process of its own, whose memory is nobody else's."""
+    command = [sys.executable, "-m", "tests.adapter_store.hostile.run", "--count", str(ALL_CASES)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    summary = json.loads(done.stdout)
+    assert summary["cases"] == ALL_CASES and summary["mutations"] == len(MUTATIONS)
+    assert summary["peak_mib_over_idle"] < MAX_PEAK_BYTES >> 20
+
+
+# ---- bytes
+
+_EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "remove", "double"]),
+        st.sampled_from([WEIGHTS, WEIGHTS, CONFIG]),
+        st.floats(0, 1, exclude_max=True),
+        st.binary(min_size=1, max_size=12),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def _edited(raw: bytes, edits: list[tuple[str, str, float, bytes]], name: str) -> bytes:
+    content = bytearray(raw)
+    for kind, where, place, more in edits:
+        if where != name or not content:
+            continue
+        # Nearer to the beginning, where the structure is.
+        at = int(place * place * len(content))
+        if kind == "flip":
+            content[at] ^= more[0] or 1
+        elif kind == "cut":
+            del content[at:]
+        elif kind == "insert":
+            content[at:at] = more
+        elif kind == "remove":
+            del content[at : at + len(more)]
+        else:
+            content[at:at] = content[at : at + 8 * len(more)]
+    return bytes(content)
+
+
+@given(form=st.sampled_from(["linear", "flat", "3-D", "per expert"]), edits=_EDITS)
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_edited_bytes(bench: Bench, form: str, edits: list[tuple[str, str, float, bytes]]) -> None:
+    draft = valid_draft(Random(form), form)
+    draft.raw_config = _edited(draft.config_bytes(), edits, CONFIG)
+    draft.edit = lambda raw: _edited(raw, edits, WEIGHTS)
+    bench.run(Case(-1, ("edited bytes",), False, draft))
+
+
+def test_inputs_of_the_fuzzer(tmp_path: Path) -> None:
+    for form in ("linear", "flat", "3-D", "per expert"):
+        data = as_bytes(valid_case(form).draft)
+        assert load_bytes(tmp_path, data) is None and join(split(data)) == data
+    cut = load_bytes(tmp_path, data[:-1])
+    assert cut is not None and WEIGHTS in str(cut)
+    for text in KEPT_INPUTS:
+        load_bytes(tmp_path, base64.b64decode(text))
+
+
+# ---- what once went wrong, one by one
+
+
+class Store:
+    """A loader over a host tier of its own."""
+
+    def __init__(self, folder: Path, options: S3Options | None = None) -> None:
+        self.cache = HostCache(folder, 4 << 30)
+        self.loader = AdapterLoader(
+            TARGETS, torch.float32, self.cache, 256, options, load_adapter, KnownContents()
+        )
+
+    def refusal(self, uri: str) -> AdapterInvalid:
+        with pytest.raises(AdapterInvalid) as refusal:
+            self.loader.load(AdapterRef("hostile", uri))
+        return refusal.value
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "tier")
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_link_to_a_good_file_is_refused(store: Store, tmp_path: Path, name: str) -> None:
+    other = write_peft_folder(tmp_path / "other tenant", 1)
+    folder = write_peft_folder(tmp_path / "mine", 2)
+    (folder / name).unlink()
+    (folder / name).symlink_to(other / name)
+    refusal = store.refusal(str(folder))
+    assert refusal.reason == "file" and name in str(refusal) and "link" in str(refusal)
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda at: at.symlink_to("/dev/zero")])
+def test_what_is_put_in_a_files_place_is_not_waited_for(
+    store: Store, tmp_path: Path, put: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_peft_folder(tmp_path / "a", 1)
+    open_file = local.open_regular
+
+    def late(path: Path) -> int:
+        if path.name == WEIGHTS:
+            path.unlink()
+            put(path)
+        return open_file(path)
+
+    monkeypatch.setattr(local, "open_regular", late)
+    assert store.refusal(str(folder)).reason == "file"
+
+
+def test_a_file_that_grows_is_not_copied_on_and_on(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_peft_folder(tmp_path / "a", 1)
+    copied: list[int] = []
+    send = os.sendfile
+
+    def grows(out: int, source: int, offset: int, count: int) -> int:
+        with (folder / WEIGHTS).open("ab") as file:
+            file.write(bytes(1 << 16))
+        copied.append(send(out, source, offset, count))
+        return copied[-1]
+
+    monkeypatch.setattr(local.os, "sendfile", grows)
+    with pytest.raises(Exception, match="changed while it was read|changes faster"):
+        store.loader.load(AdapterRef("hostile", str(folder)))
+    assert len(copied) == 6  # two files, three tries
+
+
+@pytest.fixture
+def judged_from(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The size from which weights are judged by their head, much smaller than it is."""
+    for module in (local, s3):
+        monkeypatch.setattr(module, "JUDGED_FROM_BYTES", 1 << 20)
+    return 1 << 20
+
+
+def test_large_garbage_is_judged_by_its_head(tmp_path: Path, judged_from: int) -> None:
+    folder = write_peft_folder(tmp_path / "a", 1)
+    content = (folder / WEIGHTS).read_bytes() + bytes(judged_from)
+    (folder / WEIGHTS).write_bytes(content)
+    with start_scripted_s3() as server:
+        server.put_folder("b/a", folder)
+        options = S3Options(server.endpoint_url, "us-east-1", "key", "secret", part_bytes=1 << 20)
+        store = Store(tmp_path / "tier", options)
+        for uri in (str(folder), "s3://b/a"):
+            for _ in range(2):  # and what was refused is not read again
+                refusal = store.refusal(uri)
+                assert refusal.reason == "file" and WEIGHTS in str(refusal)
+        assert server.count("GET", WEIGHTS) == 1
+
+
+def test_a_large_good_one_is_loaded(tmp_path: Path, judged_from: int) -> None:
+    rank = judged_from // 4 // 40
+    folder = write_peft_folder(tmp_path / "a", 1, rank)
+    with start_scripted_s3() as server:
+        server.put_folder("b/a", folder)
+        options = S3Options(server.endpoint_url, "us-east-1", "key", "secret")
+        cache = HostCache(tmp_path / "tier", 4 << 30)
+        loader = AdapterLoader(
+            TARGETS, torch.float32, cache, rank, options, load_adapter, KnownContents()
+        )
+        digests = {loader.load(AdapterRef("a", uri)).digest for uri in (str(folder), "s3://b/a")}
+    assert len(digests) == 1 and (folder / WEIGHTS).stat().st_size > judged_from
+
+
+def test_a_refusal_keeps_no_tensor(store: Store, tmp_path: Path) -> None:
+    draft = valid_draft(Random("nan"), "linear")
+    name, entry = draft.entries[-1]
+    begin, end = entry["data_offsets"]
+    draft.data = draft.data[:begin] + b"\xff" * (end - begin)
+    Case(-1, (), True, draft).write(tmp_path / "a")
+    gc.collect()
+    before = _num_tensors()
+    refusal = store.refusal(str(tmp_path / "a"))  # as the store keeps it for those who ask later
+    assert refusal.reason == "not_finite" and name in str(refusal)
+    gc.collect()
+    assert _num_tensors() == before
+
+
+def _num_tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_zeros_that_the_file_lacks_count(tmp_path: Path) -> None:
+    from adapter_store.errors import StoreFull
+
+    make_case(0, only="rank_of_one_expert").write(tmp_path / "a")
+    load_adapter(tmp_path / "a", TARGETS)
+    num_bytes = 3 * 256 * (40 + 48) * 2
+    load_adapter(tmp_path / "a", TARGETS, max_bytes=num_bytes)
+    with pytest.raises(StoreFull, match=str(num_bytes)):
+        load_adapter(tmp_path / "a", TARGETS, max_bytes=num_bytes - 1)
+
+
+def test_a_header_may_not_unfold(bench: Bench) -> None:
+    draft = valid_draft(Random("pairs"), "linear")
+    pairs = b",".join(b'"%x":""' % i for i in range(2_000_000))
+    for header in (b'{"__metadata__": {' + pairs + b"}}", b"{" + pairs + b"}"):
+        draft.raw_header = header
+        assert bench.run(Case(-1, ("pairs",), True, draft)).refusal == "file"
+
+
+def test_warnings_are_not_a_flood(tmp_path: Path) -> None:
+    draft = valid_draft(Random("words"), "linear")
+    draft.config |= {f"novel {i}": i for i in range(1, 1000)}
+    Case(-1, (), False, draft).write(tmp_path / "a")
+    warnings = load_adapter(tmp_path / "a", TARGETS).manifest.warnings
+    assert len(warnings) == 33 and "967 more" in warnings[-1]
+
+
+def test_a_pickle_that_is_allowed_may_not_unfold(tmp_path: Path) -> None:
+    import pickle
+    import zipfile
+
+    class Large:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return bytearray, (1 << 40,)
+
+    at = tmp_path / "adapter_model.bin"
+    for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(at, "w", kind) as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"x": Large()}, protocol=2))
+            archive.writestr("archive/version", "3\n" + " " * 1000)
+        with pytest.raises(AdapterInvalid, match="bytearray|compressed"):
+            PickleFile(at)
+
+
+def test_a_folder_may_be_called_anything(store: Store, tmp_path: Path) -> None:
+    for name in ("a\nb", os.fsdecode(b"\xff\xfe"), "..." + "\u202e"):
+        folder = write_peft_folder(tmp_path / name, 1)
+        assert store.loader.load(AdapterRef("odd", str(folder))).digest
+    with pytest.raises(Exception, match="no usable uri"):
+        store.loader.load(AdapterRef("odd", f"{tmp_path}/\ud800"))
