@@ -2,15 +2,25 @@
 
 import asyncio
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 from adapter_store.ref import AdapterRef
 from deployments.placement import bin_pack
-from deployments.placement.hash_ring import rendezvous_order
+from deployments.placement.hash_ring import first_seat
 from deployments.placement.view import Place, Placement, ReplicaView, TenantLoad
 from tests.deployments.routing_world import FakeReplica, Ingress, pending_request
 
 SEATS = ("a", "b", "c")
+
+
+def rendezvous_order(name: str, seats: Iterable[str]) -> list[str]:
+    """All seats, the best for `name` first."""
+    left, found = set(seats), list[str]()
+    while left:
+        found.append(first_seat(name, left))
+        left.remove(found[-1])
+    return found
 
 
 def home(adapter_id: str) -> Place:
