@@ -34,7 +34,7 @@ async def seat_of(ingress: Ingress, place: Place | None, waited_s: float = 0.0) 
 
 
 async def test_a_home_takes_it_and_homes_take_turns() -> None:
-    ingress = Ingress([FakeReplica(seat) for seat in SEATS])
+    ingress = Ingress([FakeReplica(seat) for seat in SEATS], spill_after_s=60)
     assert {await seat_of(ingress, Place(("b",), "t/x")) for _ in range(5)} == {"b"}
     assert {await seat_of(ingress, Place(("a", "c"), "t/x")) for _ in range(4)} == {"a", "c"}
     assert {await seat_of(ingress, Place()) for _ in range(6)} == set(SEATS)
@@ -43,7 +43,7 @@ async def test_a_home_takes_it_and_homes_take_turns() -> None:
 
 async def test_where_the_map_knows_no_living_home_all_ingresses_agree() -> None:
     replicas = [FakeReplica(seat) for seat in SEATS]
-    ingresses = [Ingress(replicas), Ingress(replicas[::-1])]
+    ingresses = [Ingress(some, spill_after_s=60) for some in (replicas, replicas[::-1])]
     for number in range(20):
         name = f"t{number}/x"
         for place in (Place((), name), Place(("gone",), name)):
@@ -57,7 +57,7 @@ async def test_where_the_map_knows_no_living_home_all_ingresses_agree() -> None:
 
 async def test_the_least_loaded_home_takes_it() -> None:
     replicas = [FakeReplica("a", ongoing=3), FakeReplica("b", ongoing=1), FakeReplica("c")]
-    ingress = Ingress(replicas)
+    ingress = Ingress(replicas, spill_after_s=60)
     await asyncio.sleep(0.01)  # the first probes
     assert {await seat_of(ingress, Place(("a", "b"), "t/x")) for _ in range(4)} == {"b"}
 
@@ -138,7 +138,8 @@ async def test_the_caller_knows_at_once_where_its_call_goes() -> None:
     """Before the replica says a word: it may stand still."""
     first, second, _ = rendezvous_order("t/x", SEATS)
     replicas = {seat: FakeReplica(seat) for seat in SEATS}
-    ingress, place = Ingress(replicas.values()), Place((first, second), "t/x")
+    ingress = Ingress(replicas.values(), spill_after_s=60)
+    place = Place((first, second), "t/x")
     await seat_of(ingress, replace(place, taken_by=[]))  # the first probes, whose order is chance
     pending = pending_request(place)
     chosen = [(await ingress.choose(pending)).seat for _ in range(2)]
