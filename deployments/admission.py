@@ -28,6 +28,9 @@ _MAX_STOP_CHARS = 4096
 _MAX_STOP_IDS = 1024
 _MAX_CHOICES = 256
 _MAX_INT = 2**31 - 1
+_MAX_LOGPROBS = 1 << 19
+"""In one answer that is sent whole. Each takes about 700 bytes while the answer is written, and 70
+in it."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ async def completion_job(
     if len(prompts) * sampling.n > _MAX_CHOICES:
         words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
         raise ApiError(400, words, param="n")
+    if any(max(p, default=0) > _MAX_INT for p in prompts if not isinstance(p, str)):
+        raise ApiError(400, f"prompt: token ids must be at most {_MAX_INT}", param="prompt")
     token_lists = [
         await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
         if isinstance(prompt, str)
@@ -190,6 +195,7 @@ def _job(
     answer_id: str,
     extras: AdapterExtras | None,
 ) -> Job:
+    _check_logprobs(wire, sampling, part, sampling.n if writer is CompletionWriter else 1)
     if extras is not None and extras.eos_ids and not sampling.ignore_eos:
         stop_ids = dict.fromkeys((*sampling.stop_ids, *extras.eos_ids))
         sampling = replace(sampling, stop_ids=tuple(stop_ids))
@@ -228,6 +234,27 @@ def _job(
             part,
         ),
     )
+
+
+def _check_logprobs(
+    wire: ChatRequest | CompletionRequest, sampling: SamplingParams, part: PromptPart, copies: int
+) -> None:
+    """Refuse an answer that would hold too many of them at once; a stream holds none of its own.
+
+    copies  how often those of a prompt are written.  Errors: ApiError 400.
+    """
+
+    def per_token(num_top: int | None) -> int:
+        return 0 if num_top is None else 1 + num_top
+
+    per_prompt_token = per_token(part.num_told) + per_token(part.num_echoed)
+    count = sum(map(len, part.token_ids)) * copies * per_prompt_token
+    if not wire.stream:
+        num_choices = len(part.token_ids) * sampling.n
+        count += num_choices * sampling.max_tokens * per_token(sampling.logprobs)
+    if count > _MAX_LOGPROBS:
+        words = f"logprobs: the answer could hold {count} of them, {_MAX_LOGPROBS} at most: "
+        raise ApiError(400, words + "ask for fewer tokens, choices or top ones", param="logprobs")
 
 
 def _seed_of(request_id: str) -> int:

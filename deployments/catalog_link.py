@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 
 from adapter_store.contents import KnownContents
 from deployments.catalog import Answer, Catalog, CatalogStats, Report
+from deployments.turns import take_turns
 
 PERIOD_S = 0.5
 LOOK_PERIOD_S = 1.0
@@ -65,7 +66,10 @@ class CatalogLink:
 
     async def run(self) -> None:
         """Report for ever, and look at what the catalog says, beside that."""
-        await asyncio.gather(self._report_for_ever(), self._look_for_ever())
+        await asyncio.gather(
+            take_turns("the line to the catalog", self.report, PERIOD_S),
+            take_turns("looking at adapters", self._look_and_tell, LOOK_PERIOD_S / 4),
+        )
 
     async def report(self) -> None:
         """One turn. Nothing is said before some uri was asked for that others may need as well."""
@@ -161,16 +165,9 @@ class CatalogLink:
         self._told_looked.clear()
         self._contents.trust_nobody()
 
-    async def _report_for_ever(self) -> None:
-        while True:
+    async def _look_and_tell(self) -> None:
+        if await self.look_around():
             await self.report()
-            await asyncio.sleep(PERIOD_S)
-
-    async def _look_for_ever(self) -> None:
-        while True:
-            if await self.look_around():
-                await self.report()
-            await asyncio.sleep(LOOK_PERIOD_S / 4)
 
 
 class CatalogActor:

@@ -260,6 +260,10 @@ def load_config(path: str | Path = DEFAULT_CONFIG) -> ServiceConfig:
     path = Path(path).expanduser().resolve()
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as exc:  # its own words repeat the line, which may hold a key
+        mark = exc.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{path}: {where}{exc.problem}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
     if not isinstance(values, dict):

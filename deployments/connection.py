@@ -113,7 +113,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body:  # refused before its end: the rest is passed over, for a while
+        # Refused before its end: the rest is passed over, for a while. A pipelined one may be next.
+        if self.cycle.response_complete and self.cycle.more_body:
             self.loop.call_later(self._max_stalled_s, self._end_upload, self.cycle)
 
     def send_400_response(self, msg: str) -> None:

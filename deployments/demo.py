@@ -49,8 +49,8 @@ def main() -> int:
     )
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard too")
     options = parser.parse_args()
-    settings = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     load_config(options.config)  # errors in it are told here, before anything starts
+    settings = yaml.safe_load(options.config.read_text(encoding="utf-8"))
 
     # Short: the path of a Unix socket, which Ray puts below it, has at most 107 characters.
     private = Path(tempfile.mkdtemp(prefix="demo-", dir="/tmp"))

@@ -58,6 +58,7 @@ from model_runner.tokenizer import TemplateRefused, Tokenizer
 Output = tuple[int, TextOutput]
 Outputs = AsyncGenerator[Output, None]
 Prepare = Callable[[TenantConfig, bytes, str], Awaitable[Job]]
+_T = TypeVar("_T")
 _Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
 _log = logging.getLogger("ray.serve")
 
@@ -108,7 +109,7 @@ class Frontend:
         self._meters: dict[str, Meter] = {}  # by the engines' request_id
         limit = config.ingress.max_bodies_bytes
         self.bodies = BodyBudget(limit, max(limit // 4, config.ingress.max_body_bytes))
-        self._big_bodies: defaultdict[str, asyncio.Semaphore] = defaultdict(
+        self._big_work: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(1)
         )
         self._started_at = int(time.time())
@@ -189,17 +190,23 @@ class Frontend:
     ) -> Job:
         """What `prepare` makes of a body: of a big one off the loop, and one at a time per tenant.
 
-        A big one is prepared to its end even if nobody waits for it any more: a thread cannot be
-        stopped, and a client that comes and goes would fill them all.
         Errors: those of `prepare`.
         """
         if len(body) <= BIG_BYTES:
             return await prepare(tenant, body, answer_id)
-        gate = self._big_bodies[tenant.tenant_id]
-        await gate.acquire()
-        task = asyncio.ensure_future(prepare(tenant, body, answer_id))
+        return await self._in_turn(tenant.tenant_id, partial(prepare, tenant, body, answer_id))
 
-        def ended(task: asyncio.Future[Job]) -> None:
+    async def _in_turn(self, tenant_id: str, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Big work in threads: one at a time per tenant.
+
+        It is done to its end even if nobody waits for it any more: a thread cannot be stopped, and
+        a client that comes and goes would fill them all.
+        """
+        gate = self._big_work[tenant_id]
+        await gate.acquire()
+        task = asyncio.ensure_future(work())
+
+        def ended(task: asyncio.Future[_T]) -> None:
             gate.release()
             if not task.cancelled():
                 task.exception()  # heard, whether somebody waits or not
@@ -309,8 +316,13 @@ class Frontend:
             self.labelled.label,
             tenant.tenant_id,
             self.usage,
-            partial(self._active.subtract, (tenant.tenant_id,)),
+            partial(self._leave, tenant.tenant_id),
         )
+
+    def _leave(self, tenant_id: str) -> None:
+        self._active[tenant_id] -= 1
+        if not self._active[tenant_id]:
+            del self._active[tenant_id]  # the sum over all is taken for every request
 
     async def outputs(self, job: Job, meter: Meter, again: bool = False) -> Outputs:
         """The job's outputs, each with its choice's number.
@@ -360,11 +372,15 @@ class Frontend:
             job.writer.collect(*await self.first(outputs))
             async for index, output in outputs:
                 job.writer.collect(index, output)
+        sampling = job.requests[0].sampling
+        if sampling.prompt_logprobs is None and sampling.logprobs is None:
+            answer = job.writer.whole()
+        else:
+            # Several entries for each token: seconds that other streams would wait, much memory.
+            write = partial(asyncio.to_thread, job.writer.whole)
+            answer = await self._in_turn(job.requests[0].tenant_id, write)
         meter.finish(200)
-        if job.requests[0].sampling.prompt_logprobs is not None:
-            # One entry for each token of a prompt: seconds that other streams would wait.
-            return await asyncio.to_thread(job.writer.whole)
-        return job.writer.whole()
+        return answer
 
     async def drop(self, outputs: Outputs, first: "asyncio.Task[Output]") -> None:
         """Give up a streamed answer, however far it came; nothing happens if it came to its end."""

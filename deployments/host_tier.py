@@ -15,6 +15,7 @@ class HostTierFolder:
     """One user's hold on a folder: a shared lock on a file beside it, which dies with its owner.
 
     After a crash of all users the folder stays, and the next ones use it and take it away.
+    Errors: PermissionError for a folder that another user of the machine has made.
     """
 
     def __init__(self, folder: str) -> None:
@@ -22,6 +23,9 @@ class HostTierFolder:
         self._mark = Path(f"{folder}.users")
         self._fd = self._hold()
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._folder.lstat().st_uid != os.getuid():  # who made it could change our adapters
+            os.close(self._fd)
+            raise PermissionError(f"{folder} is another user's: set adapters.host_cache_dir")
 
     def _hold(self) -> int:
         while True:

@@ -128,7 +128,12 @@ class EventStream(StreamingResponse):
 def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
     """The application: every answer that is an error has OpenAI's shape."""
     api = FastAPI(
-        title="Multi-tenant MoE LoRA serving", docs_url=None, redoc_url=None, openapi_url=None
+        title="Multi-tenant MoE LoRA serving",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # It would send a client, and its key, to whatever host its request named, without TLS.
+        redirect_slashes=False,
     )
 
     @api.exception_handler(ApiError)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from model_runner.request import ErrorCode, Request, RequestOutput, TokenLogprobs
 
@@ -20,10 +21,15 @@ ORPHAN_S = 5.0
 
 MAX_CLOSED = 1024
 
+MAX_KEPT = 1 << 22
+"""Ids and log-probabilities of all answers together, some 100 bytes each. Above it the largest is
+not kept any more: who asks for it has it made anew."""
+
 
 @dataclass
 class _Answer:
     request: Request
+    number: int  # by age: a later run of the same request knows more
     ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     last: dict[int, RequestOutput] = field(default_factory=dict)
@@ -31,18 +37,31 @@ class _Answer:
     orphan_since_s: float | None = None
     closed_at_s: float = 0.0
     is_over: bool = False  # what still comes is the echo of its abort
+    is_dropped: bool = False
+    size: int = 0
 
     def add(self, message: list[RequestOutput]) -> None:
         for output in message:
-            if self.is_over or output.error_code is ErrorCode.ENGINE_DEAD:
+            if self.is_over or self.is_dropped or output.error_code is ErrorCode.ENGINE_DEAD:
                 continue
             self.ids.setdefault(output.index, []).extend(output.new_token_ids)
             self.logprobs.setdefault(output.index, []).extend(output.logprobs)
             self.last[output.index] = output
+            self.size += len(output.new_token_ids)
+            self.size += sum(1 + len(entry.top) for entry in output.logprobs)
+
+    def drop(self) -> None:
+        """Keep none of it."""
+        self.is_dropped, self.size = True, 0
+        for part in (self.ids, self.logprobs, self.last):
+            part.clear()
 
     @property
     def is_whole(self) -> bool:
-        """All of it was told here: nothing by another replica that is not known any more."""
+        """All of it was told here, nothing by another replica that is not known any more; and all
+        of it is still here."""
+        if self.is_dropped:
+            return False
         resumed = self.request.resumed
         if self.request.sampling.logprobs is not None:
             return not any(resumed)
@@ -62,12 +81,15 @@ class _Answer:
 
 
 class KeptAnswers:
-    """By the request's id without what tells its attempts apart. One event loop owns it."""
+    """Several runs of one request may be here at a time: each has its caller, and the newest is
+    the one to recall. One event loop owns it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._running: dict[str, _Answer] = {}
-        self._closed: dict[str, _Answer] = {}
+        self._numbers = count()
+        self._size = 0  # of all
+        self._running: dict[str, _Answer] = {}  # by the run's own id
+        self._closed: dict[str, _Answer] = {}  # by the id without what tells runs apart
 
     async def note(
         self,
@@ -77,25 +99,37 @@ class KeptAnswers:
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """The messages of a request, each noted before it goes out. `caller` is for `orphans`."""
         name = base_id(request.request_id)
-        answer = self._running[name] = _Answer(request, caller=caller)
+        answer = _Answer(request, next(self._numbers), caller=caller)
+        self._running[request.request_id] = answer
         try:
             async with aclosing(messages):
                 async for message in messages:
+                    before = answer.size
                     answer.add(message)
+                    self._size += answer.size - before
+                    if self._size > MAX_KEPT:
+                        self._drop_largest()
                     yield message
         finally:
-            if self._running.get(name) is answer:
-                del self._running[name]
+            if self._running.get(request.request_id) is answer:
+                del self._running[request.request_id]
+            known = self._closed.get(name)
+            if known is None or known.number < answer.number:
                 answer.closed_at_s = self._clock()
-                self._closed.pop(name, None)
+                self._forget_one(name)
                 self._closed[name] = answer
+            else:
+                self._size -= answer.size
             self._forget()
 
     def recall(self, request_id: str) -> tuple[str, list[RequestOutput]] | None:
         """Who is to be aborted, and all that was told of it; None: not known, or not from its
         beginning. Nothing is added to it from now on."""
         self._forget()
-        answer = self._running.get(request_id) or self._closed.get(request_id)
+        known = [a for name, a in self._running.items() if base_id(name) == request_id]
+        if request_id in self._closed:
+            known.append(self._closed[request_id])
+        answer = max(known, key=lambda answer: answer.number, default=None)
         if answer is None or not answer.is_whole:
             return None
         answer.is_over = True
@@ -107,7 +141,8 @@ class KeptAnswers:
 
     def orphans(self, dead: Collection[str]) -> list[str]:
         """The running requests that are to be aborted: their callers are dead, and nobody has
-        asked for them for a while."""
+        asked for them for a while. To be called now and then: what is old is forgotten here."""
+        self._forget()
         now, found = self._clock(), []
         for answer in self._running.values():
             if answer.caller not in dead:
@@ -125,7 +160,18 @@ class KeptAnswers:
         for name, answer in list(self._closed.items()):
             if answer.closed_at_s >= over and len(self._closed) <= MAX_CLOSED:
                 return
-            del self._closed[name]
+            self._forget_one(name)
+
+    def _forget_one(self, name: str) -> None:
+        answer = self._closed.pop(name, None)
+        if answer is not None:
+            self._size -= answer.size
+
+    def _drop_largest(self) -> None:
+        known = (*self._running.values(), *self._closed.values())
+        largest = max(known, key=lambda answer: answer.size)
+        self._size -= largest.size
+        largest.drop()
 
 
 def base_id(request_id: str) -> str:

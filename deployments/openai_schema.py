@@ -1,8 +1,8 @@
 """The wire types of OpenAI's API as far as this service speaks it, and nothing else.
 
-Requests name every field that is understood; those that are known but not supported are checked by
-`unsupported`, and
-a field nobody knows is refused by its name: what would change an answer is never silently left out.
+Requests name every field that is understood. Those that are known but not supported pass with the
+values alone that mean "not used", and a field nobody knows is refused by its name: what would
+change an answer is never silently left out.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     include_usage: StrictBool = False
-    include_obfuscation: StrictBool = False
+    include_obfuscation: Literal[False] = False
 
 
 class _GenerationRequest(_Wire):

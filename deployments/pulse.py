@@ -65,11 +65,9 @@ class Pulse:
                     self._questions[name] = asyncio.create_task(self._question(name))
             for taken_by, lose in list(self._watchers.values()):
                 if taken_by and self._unanswered[taken_by[-1]] > SILENT_TURNS:
+                    known = {name: self._shunned_until[name] for name in self.shunned()}
                     until = asyncio.get_running_loop().time() + SHUNNED_S
-                    self._shunned_until = {
-                        name: self._shunned_until.get(name, until)
-                        for name in {*self.shunned(), taken_by[-1]}
-                    }
+                    self._shunned_until = {taken_by[-1]: until} | known
                     lose()
         self._unanswered.clear()
 

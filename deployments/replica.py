@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from adapter_store.ref import AdapterRef
@@ -30,6 +29,7 @@ from deployments.kept_answers import KeptAnswers
 from deployments.metrics import MetricDelta, MetricLog, Outbox, engine_delta, loads_delta
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
+from deployments.turns import take_turns
 from model_runner.engine_face import EngineFace
 from model_runner.request import Request, RequestOutput
 from model_runner.stats import EngineStats
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 REPORT_PERIOD_S = 1.0
 _LOOK_PATIENCE_S = 10.0
-_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 _log = logging.getLogger("ray.serve")
 
 
@@ -89,8 +88,11 @@ class Replica:
         self._outbox = Outbox(self._replica_id)
         self._seat: str = await router.claim.remote(self._model, self._replica_id, self._node_id)
         self._tasks = [
-            asyncio.create_task(self._report_for_ever()),
-            asyncio.create_task(self._watch_callers()),
+            asyncio.create_task(take_turns(what, turn, REPORT_PERIOD_S))
+            for what, turn in (
+                ("the line to the router", self._report),
+                ("looking for callers that are dead", self._end_orphans),
+            )
         ]
         store = self._loop.traits.store
         if store is not None:  # in a child process: that store asks its sources itself
@@ -196,20 +198,12 @@ class Replica:
         stats = self._loop.stats()
         return ReplicaView(self._seat, self._model, self._replica_id, self._node_id, stats)
 
-    async def _report_for_ever(self) -> None:
-        while True:
-            with suppress(*_TROUBLE):
-                await self._report()
-            await asyncio.sleep(REPORT_PERIOD_S)
-
-    async def _watch_callers(self) -> None:
+    async def _end_orphans(self) -> None:
         """Nobody closes the streams of an ingress that died: Ray runs them to their ends."""
-        while True:
-            await asyncio.sleep(REPORT_PERIOD_S)
-            callers = self._kept.callers()
-            dead = await asyncio.to_thread(_dead_among, callers) if callers else set()
-            for request_id in self._kept.orphans(dead):
-                self._loop.abort(request_id)
+        callers = self._kept.callers()
+        dead = await asyncio.to_thread(_dead_among, callers) if callers else set()
+        for request_id in self._kept.orphans(dead):
+            self._loop.abort(request_id)
 
     async def _report(self) -> None:
         adapters, used = await asyncio.to_thread(_census, self._config.host_cache_dir)
@@ -226,6 +220,7 @@ class Replica:
         orders: SeatOrders = await self._router.report.remote(replace(view, stats=stats), delta)
         self._outbox.arrived(delta)
         self._seat_lost = not orders.seated
+        self._wanted.intersection_update(orders.homes)  # who comes back is fetched again
         news = [ref for ref in orders.homes if ref not in self._wanted]
         if news:  # apart from the reports: a seat is lost if they stop
             self._wanted.update(news)
@@ -302,7 +297,7 @@ class Replica:
             return
         for task in (*self._tasks, *self._fetch_tasks):
             task.cancel()
-        with suppress(*_TROUBLE, TimeoutError):
+        with suppress(Exception):  # whatever it is, the engine must be stopped
             await asyncio.wait_for(
                 _done(self._router.release.remote(self._seat, self._replica_id)), 1
             )

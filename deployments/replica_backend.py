@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -30,11 +31,18 @@ MAX_ASKED = 16
 anew. When an ingress dies, all of its clients come at once."""
 
 _FULL_RETRY_S = 0.1
+_LOOKUPS = ThreadPoolExecutor(4, "lookups")
+"""Not the loop's own threads: those may all be busy with prompts, which is no replica's fault."""
+
 _log = logging.getLogger("ray.serve")
 
 
 class _Lost(Exception):
     """The replica that ran a request does so no longer."""
+
+
+class _Silent(_Lost):
+    """It does not answer, but it may again."""
 
 
 class ReplicaBackend:
@@ -65,7 +73,8 @@ class ReplicaBackend:
         """Run a request. If its replica dies, is stopped, or loses its engine, another one goes on
         at once from the ids that came; if that one is lost too, the request fails: REPLICAS_LOST.
 
-        Replicas that were lost are avoided: for a while the request routers still know them.
+        Replicas that were lost are avoided: for a while the request routers still know them. Those
+        that were silent are, too, where there are others.
         again  it ran before, for a connection that broke: from the ids of then where a replica
                still knows them, else from its beginning
         """
@@ -78,14 +87,14 @@ class ReplicaBackend:
             for output in await self._recall(request, place) if again else ():
                 yield progress.take(output)
             while not progress.has_ended:
-                avoid = lost + self._pulse.shunned()
                 seat = replace(
                     place or Place(),
-                    avoid=avoid,
+                    avoid=lost,
+                    shun=self._pulse.shunned(),
                     taken_by=[],
                     caller=self._caller,
                     # What has begun somewhere must not be refused for want of room elsewhere.
-                    may_spill=(place is None or place.may_spill) and not lost,
+                    may_spill=(place is None or place.may_spill) and not progress.attempt,
                 )
                 try:
                     async with aclosing(self._attempt(progress, seat)) as outputs:
@@ -99,8 +108,10 @@ class ReplicaBackend:
                     yield progress.failure(ErrorCode.ENGINE_DEAD, words)
                     return
                 except _Lost as loss:
-                    lost += tuple(seat.taken_by[-1:])
-                    _log.warning("request %s lost its replica %s: %s", progress.name, lost, loss)
+                    by = tuple(seat.taken_by[-1:])
+                    _log.warning("request %s lost its replica %s: %s", progress.name, by, loss)
+                    if not isinstance(loss, _Silent):
+                        lost += by
                     if progress.attempt == MAX_ATTEMPTS and not progress.has_ended:
                         words = f"{MAX_ATTEMPTS} replicas were lost while they served this request"
                         yield progress.failure(ErrorCode.REPLICAS_LOST, words)
@@ -141,7 +152,9 @@ class ReplicaBackend:
         seats = tuple(dict.fromkeys(place.homes + place.seats))[:MAX_ASKED]
         # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
         asked = [
-            asyncio.ensure_future(self._ask(request.request_id, Place((seat,), seat)))
+            asyncio.ensure_future(
+                self._ask(request.request_id, Place((seat,), seat, may_spill=False))
+            )
             for seat in seats
         ]
         try:
@@ -238,9 +251,9 @@ class _Wait:
         except (BackPressureError, DeploymentUnavailableError):
             raise
         except Exception as exc:
-            silent = self._timeout is not None and self._timeout.expired()
-            words = "it does not answer" if silent else f"{type(exc).__name__}: {exc}"
-            raise _Lost(words) from exc
+            if self._timeout is not None and self._timeout.expired():
+                raise _Silent("it does not answer") from exc
+            raise _Lost(f"{type(exc).__name__}: {exc}") from exc
         finally:
             self._timeout = None
 
@@ -252,5 +265,6 @@ def _cancel(messages: Any) -> None:
 
 async def _is_there(replica: str) -> None:
     """Ask an actor of Serve, beside its requests. Errors: what Ray raises if it is not there."""
-    actor = await asyncio.to_thread(ray.get_actor, replica, "serve")
+    loop = asyncio.get_running_loop()
+    actor = await loop.run_in_executor(_LOOKUPS, ray.get_actor, replica, "serve")
     await actor.get_num_ongoing_requests.remote()

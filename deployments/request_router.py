@@ -1,5 +1,6 @@
 """Follows the placement in every ingress: a request goes to a home seat, late ones to one spill
-seat, never by chance, and never to a replica that it was lost on.
+seat, never by chance, and never to a replica that it was lost on; one that was only silent is the
+last choice, and only once it answers again.
 
 Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
 shared with anybody. Ray's own loop hands a chosen replica to the oldest waiting request, which
@@ -102,6 +103,8 @@ class PlacementRequestRouter(RequestRouter):
                 chosen = await self._select_from_candidate_replicas(few, attempt) if few else None
                 if chosen is None and len(few) < len(homes):
                     chosen = await self._select_from_candidate_replicas(homes, attempt)
+                if not homes and place is not None and place.shun:
+                    chosen = await self._select_if_it_answers(self._homes(place, ()), attempt)
                 if chosen is not None:
                     return chosen
             early_s = pending_request.created_at + self._spill_after_s - time.time()
@@ -119,6 +122,14 @@ class PlacementRequestRouter(RequestRouter):
                     async with asyncio.timeout(early_s if early_s > 0 else self.max_backoff_s):
                         await turn.wait()
 
+    async def _select_if_it_answers(
+        self, replicas: list[RunningReplica], attempt: int
+    ) -> RunningReplica | None:
+        """One of these that answers now, whatever it said before."""
+        for replica in replicas:
+            self._replica_queue_len_cache.invalidate_key(replica.replica_id)
+        return await self._select_from_candidate_replicas(replicas, attempt)
+
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
@@ -129,14 +140,17 @@ class PlacementRequestRouter(RequestRouter):
             return [candidate_replicas]
         return [self._homes(pending_request.kwargs.get("place"))]
 
-    def _homes(self, place: Place | None) -> list[RunningReplica]:
+    def _homes(
+        self, place: Place | None, shun: tuple[str, ...] | None = None
+    ) -> list[RunningReplica]:
         """Replicas of which the least loaded takes it; where loads are equal, each in its turn.
 
-        None: all that there are lost the request already.
+        shun  instead of the place's.  None: all that there are lost the request or are shunned
         """
-        seats = self._open_seats(place)
+        out = () if place is None else place.avoid + (place.shun if shun is None else shun)
+        seats = self._open_seats(out)
         if place is None or not place.adapter_id or not self._by_seat:
-            homes = [r for r in self._replicas.values() if not _lost_it(r, place)]
+            homes = [r for r in self._replicas.values() if not _is_among(r, out)]
         else:
             homes = [seats[seat] for seat in place.homes if seat in seats]
             if not homes and seats:  # dead, or the map is old: where the router would place it
@@ -146,10 +160,10 @@ class PlacementRequestRouter(RequestRouter):
             homes = homes[self._rotation :] + homes[: self._rotation]
         return homes
 
-    def _open_seats(self, place: Place | None) -> dict[str, RunningReplica]:
-        if place is None or not place.avoid:
+    def _open_seats(self, out: tuple[str, ...]) -> dict[str, RunningReplica]:
+        if not out:
             return self._by_seat
-        return {seat: r for seat, r in self._by_seat.items() if not _lost_it(r, place)}
+        return {seat: r for seat, r in self._by_seat.items() if not _is_among(r, out)}
 
     def _first_seat(self, place: Place, seats: dict[str, RunningReplica]) -> str:
         if seats is not self._by_seat:  # without those that lost it: too seldom to keep
@@ -166,7 +180,7 @@ class PlacementRequestRouter(RequestRouter):
         at_home = {replica.replica_id for replica in homes}
         others = {
             seat: replica
-            for seat, replica in self._open_seats(place).items()
+            for seat, replica in self._open_seats(place.avoid + place.shun).items()
             if replica.replica_id not in at_home
         }
         if not others:
@@ -177,5 +191,5 @@ class PlacementRequestRouter(RequestRouter):
         return [replica] if takes else []
 
 
-def _lost_it(replica: RunningReplica, place: Place | None) -> bool:
-    return place is not None and replica.replica_id.to_full_id_str() in place.avoid
+def _is_among(replica: RunningReplica, names: tuple[str, ...]) -> bool:
+    return bool(names) and replica.replica_id.to_full_id_str() in names

@@ -8,8 +8,6 @@ import time
 from contextlib import suppress
 from uuid import uuid4
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api_errors import ApiError
@@ -17,11 +15,11 @@ from deployments.frontend import Frontend
 from deployments.metrics import Outbox
 from deployments.placement.view import MapUpdate, MapWanted
 from deployments.tenant_labels import LabelledTenants
+from deployments.turns import take_turns
 
 SYNC_PERIOD_S = 1.0
 _METRICS_MAX_AGE_S = 1.0
 _ROUTER_PATIENCE_S = 5.0
-_TROUBLE = (RayError, RayServeException)  # what a call over a handle may raise of its own
 
 
 class RouterLink:
@@ -42,10 +40,7 @@ class RouterLink:
 
     async def run(self) -> None:
         """Sync for ever."""
-        while True:
-            with suppress(*_TROUBLE):
-                await self.sync()
-            await asyncio.sleep(SYNC_PERIOD_S)
+        await take_turns("the line to the router", self.sync, SYNC_PERIOD_S)
 
     async def sync(self) -> None:
         """Send what was counted, take what is new of the map.
@@ -65,7 +60,7 @@ class RouterLink:
             news: MapUpdate | MapWanted | None = await self._router.sync.remote(
                 placement.version, tokens, delta, over_s
             )
-        except _TROUBLE:
+        except Exception:
             frontend.traffic.update(tokens)
             self._counted_since_s = since_s
             raise
@@ -80,7 +75,7 @@ class RouterLink:
         if time.monotonic() - self._rendered_at_s > _METRICS_MAX_AGE_S:
             if self._rendering is None or self._rendering.done():
                 self._rendering = asyncio.create_task(self._render())
-            with suppress(*_TROUBLE):
+            with suppress(Exception):
                 if await self._is_done_soon(self._rendering):
                     self._rendering.result()
                     if self._rendered:
@@ -93,7 +88,7 @@ class RouterLink:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self.sync())
         if await self._is_done_soon(self._asking):
-            with suppress(*_TROUBLE):
+            with suppress(Exception):
                 self._asking.result()
         seats = self._frontend.placement.seats
         return [model.name for model in self._frontend.config.models if not seats.get(model.name)]

@@ -20,13 +20,16 @@ from typing import Protocol
 from uuid import uuid4
 
 from deployments import metrics
-from deployments.usage_store import StoreError, UsageStore
+from deployments.turns import take_turns
+from deployments.usage_store import UsageStore
 
 FLUSH_S = 2.0
 """Between two batches. With the time of a write, at most 5 s are not kept when a process dies."""
 
 MAX_WAITING = 100_000
 """Records that wait while the store cannot be written; the oldest are given up beyond that."""
+
+_RETRY_S = 0.2
 
 RUNNING = "running"
 MOVED = "moved"
@@ -129,13 +132,10 @@ class UsageWriter:
 
     async def run(self) -> None:
         """Write for ever."""
-        while True:
-            with suppress(StoreError):
-                await self.flush()
-            await asyncio.sleep(FLUSH_S)
+        await take_turns("writing usage records", self.flush, FLUSH_S)
 
     async def flush(self, min_age_s: float = FLUSH_S) -> None:
-        """Write what there is. Errors: StoreError; the batch is kept for the next call."""
+        """Write what there is. Errors: those of the store; the batch is kept for the next call."""
         async with self._writing:
             if self._batch is not None:
                 await self._write()
@@ -144,11 +144,15 @@ class UsageWriter:
                 await self._write()
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """The last batch, with all that still runs."""
+        """The last batch, with all that still runs; a write that fails is tried again meanwhile."""
         try:
-            await asyncio.wait_for(self.flush(min_age_s=0.0), timeout_s)
-        except (StoreError, TimeoutError) as exc:
-            _log.error("the last usage records were not written: %s", exc)
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    with suppress(Exception):
+                        return await self.flush(min_age_s=0.0)
+                    await asyncio.sleep(_RETRY_S)
+        except TimeoutError:
+            _log.error("the last usage records were not written in %s s", timeout_s)
 
     def _next(self, min_age_s: float) -> tuple[str, bytes, int] | None:
         records = self._log.take(min_age_s)
@@ -163,7 +167,7 @@ class UsageWriter:
         name, body, number = self._batch
         try:
             await asyncio.to_thread(self._store.put_new, name, body)
-        except StoreError as exc:
+        except Exception as exc:
             _log.error("usage records wait: %s", exc)
             self._counts.count(metrics.USAGE_FAILURES, ())
             self._shed()

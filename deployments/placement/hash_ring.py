@@ -33,13 +33,8 @@ def place(
     return Placement(previous.version + 1, fixed, homes, tuple(moves))
 
 
-def rendezvous_order(name: str, seats: Iterable[str]) -> tuple[str, ...]:
-    """All seats, the best for `name` first: the same answer in every process."""
-    return tuple(sorted(seats, key=lambda seat: _score(name, seat), reverse=True))
-
-
 def first_seat(name: str, seats: Iterable[str]) -> str:
-    """The best seat for `name`; there must be one."""
+    """The best seat for `name`, the same in every process; there must be one."""
     return max(seats, key=lambda seat: _score(name, seat))
 
 

@@ -53,6 +53,8 @@ class Place:
     adapter_id  "" = the base model, which is at home everywhere
     may_spill   False: it was refused there, so it waits for a home
     avoid       names of replicas that this request was lost on: only others take it
+    shun        those that were silent lately: where there are no others, one takes it as soon as it
+                answers again
     taken_by    the request router of the caller's process notes here to which replicas it went
     caller      the name of the caller's actor
     seats       of a request that ran before: who may know of it, beside the homes
@@ -62,6 +64,7 @@ class Place:
     adapter_id: str = ""
     may_spill: bool = True
     avoid: tuple[str, ...] = ()
+    shun: tuple[str, ...] = ()
     taken_by: list[str] = field(default_factory=list, compare=False)
     caller: str = ""
     seats: tuple[str, ...] = ()

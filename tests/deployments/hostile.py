@@ -117,6 +117,8 @@ BODIES: tuple[Hostile, ...] = (
     _prompt("no prompt", lambda: b"null", 422, "prompt"),
     _prompt("empty prompt", lambda: b'""', 400, "prompt", "no tokens"),
     _prompt("foreign id", lambda: b"[-1]", 422, "prompt"),
+    _prompt("echo of a large id", lambda: b'[1,4294967296],"echo":true', 400, "prompt", "at most"),
+    _prompt("huge ids", lambda: b"[[1],[" + b"9" * 400 + b"]]", 400, "prompt", "at most"),
     _prompt("many ids", lambda: b"[" + _many(b"1") + b"]", 400, None, _TOO_MANY),
     _prompt("wrong items", lambda: b"[" + b"1.5," * 250_000 + b"1]", 422, "prompt"),
     _prompt("many lists", lambda: b"[" + _many(b"[]") + b"]", 400, None, _TOO_MANY),

@@ -33,6 +33,7 @@ class FakeReplica:
     resident: list[str] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
+    is_silent: bool = False
     evictions: int = 0
     spilled_evictions: int = 0
 
@@ -48,7 +49,7 @@ class FakeReplica:
         self.routing_stats = {"resident": list(self.resident), "free_slots": free}
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        await asyncio.sleep(0)
+        await asyncio.sleep(3600 if self.is_silent else 0)
         return self.ongoing
 
     def has_room(self, adapter_id: str) -> bool:

@@ -4,6 +4,7 @@ behind. Over ASGI, without Ray; what only sockets show is in test_edge.py and te
 import asyncio
 import gc
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from deployments.body import BodyBudget, BodyLimits, check_weight, read_body
 from deployments.config import load_config
 from deployments.frontend import Frontend
 from deployments.ingress import build_api
+from deployments.streaming import ChatWriter
 from deployments.tenants import TenantConfig
 from model_runner.tokenizer import Tokenizer
 from tests.deployments.conftest import Face, FakeControl, ScriptedBackend
@@ -28,7 +30,7 @@ KEY = {"Authorization": "Bearer sk-demo-pirate"}
 
 def assert_clean(face: Face) -> None:
     """Nothing of what was refused or given up is still counted, held or running."""
-    assert face.frontend._active.total() == 0
+    assert not face.frontend._active
     assert not face.frontend.bodies.held
     assert not face.backend.running
 
@@ -144,7 +146,7 @@ async def parts(pieces: list[bytes], gap_s: float) -> AsyncIterator[bytes]:
 
 
 async def test_slow_bodies(face: Face) -> None:
-    configure(face, max_stalled_s=0.2, min_body_bytes_per_s=1_000_000)
+    configure(face, max_stalled_s=0.2, min_body_bytes_per_s=100_000)
     body = json.dumps({"model": "demo", "prompt": "Hi"}).encode()
     for pieces, gap_s in (([body], 1.0), ([b" "] * 100, 0.05)):
         response = await face.client.post(COMPLETIONS, content=parts(pieces, gap_s), headers=KEY)
@@ -349,3 +351,70 @@ def test_any_body_is_answered(
     response = ask(path, body.encode() if isinstance(body, str) else body)
     assert response.status_code != 200
     assert_answered(response)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("chat/", {"n": 128, "max_tokens": 4096, "logprobs": True, "top_logprobs": 20}, 400),
+        ("chat/", {"n": 25, "max_tokens": 1000, "logprobs": True, "top_logprobs": 19}, 200),
+        ("chat/", {"n": 128, "max_tokens": 4096, "logprobs": True, "stream": True}, 200),
+        ("", {"n": 128, "max_tokens": 4097, "logprobs": 0}, 400),
+        ("", {"n": 128, "max_tokens": 4096, "logprobs": 0}, 200),
+        ("", {"n": 128, "prompt_logprobs": 20, "prompt": [5] * 200}, 400),
+        ("", {"n": 128, "prompt_logprobs": 20, "prompt": [5] * 100}, 200),
+        ("", {"n": 64, "echo": True, "logprobs": 19, "prompt": [[5] * 200] * 4}, 400),
+        ("chat/", {"n": 128, "prompt_logprobs": 20, "max_tokens": 4096}, 200),
+    ],
+)
+async def test_log_probabilities_of_one_answer_are_bounded(
+    face: Face, path: str, fields: dict[str, Any], status: int
+) -> None:
+    """n x tokens x top ones are hundreds of bytes each: gigabytes, in everybody's ingress."""
+    given = {"messages": [{"role": "user", "content": "Hi"}]} if path else {"prompt": "Hi"}
+    face.backend.words = "Hi"
+    body = {"model": "demo"} | given | fields
+    response = await face.post(f"/v1/{path}completions", body)
+    assert response.status_code == status, response.text[:200]
+    if status == 400:
+        error = response.json()["error"]
+        assert error["param"] == "logprobs" and "at most" in error["message"]
+
+
+async def test_an_answer_that_cannot_be_written_is_not_billed(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: ChatWriter) -> bytes:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ChatWriter, "whole", fail)
+    for fields in ({}, {"logprobs": True}):
+        assert (await face.chat(**fields)).status_code == 500
+    counters = face.frontend.log.counters
+    assert counters[("moe_requests_total", ("demo", "pirate", "500"))] == 2
+    assert not counters.get(("moe_output_tokens_total", ("demo", "pirate")))
+    assert_clean(face)
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": True}, {"prompt_logprobs": 1}, {}])
+async def test_log_probabilities_are_spelled_off_the_loop_one_answer_at_a_time(
+    face: Face, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, most, threads = 0, 0, set[str]()
+    whole = ChatWriter.whole
+
+    def watched(writer: ChatWriter) -> bytes:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        threads.add(threading.current_thread().name)
+        if fields:
+            time.sleep(0.01)
+        answer = whole(writer)
+        at_once -= 1
+        return answer
+
+    monkeypatch.setattr(ChatWriter, "whole", watched)
+    answers = await asyncio.gather(*(face.chat(**fields) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert most == 1 and ("MainThread" in threads) == (not fields)

@@ -1,6 +1,7 @@
 """The configuration file: what it means, and that each mistake is refused by its name."""
 
 import pickle
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def test_refusals_repeat_no_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, tenant(api_keys=["hidden-word-2"], weight="hidden-word", bad=1))
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["api_keys: [hidden-word\nb: 1", "api_keys: 'hidden-word' x"])
+def test_what_is_no_yaml_is_not_repeated(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config.yaml: line \d, column \d+: expected ") as caught:
+        load_config(path)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "hidden" not in told
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -280,6 +280,18 @@ async def test_an_upload_that_nobody_wants_may_end(server: Server) -> None:
     writer.close()
 
 
+async def test_an_upload_behind_another_request_has_its_own_time(server: Server) -> None:
+    """Pipelined: it comes while the first is answered, and nobody has refused it."""
+    reader, writer = await server.open()
+    post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\nConnection: close\r\n\r\na"
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + post)
+    await reader.readuntil(b"secret words of Serve")
+    await asyncio.sleep(0.7)  # above what an upload may take that nobody wants
+    writer.write(b"a" * 89)
+    assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+
 async def test_a_stalled_reader_is_cut_and_others_go_on(server: Server) -> None:
     stalled = socket.socket()
     stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)

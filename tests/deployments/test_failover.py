@@ -6,7 +6,9 @@ killed (test_kills.py), and that an engine goes on from given ids (model_runner'
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -20,10 +22,17 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
-from deployments.pulse import SHUNNED_S
-from deployments.replica_backend import ReplicaBackend
+from deployments.pulse import SHUNNED_S, Pulse
+from deployments.replica_backend import ReplicaBackend, _is_there
 from model_runner.engine_face import join_outputs
-from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams
+from model_runner.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tests.guards import take_out
 
 LENGTH = 12
@@ -107,6 +116,7 @@ class FakeHandle:
     scripts: list[Script]
     requests: list[Request] = field(default_factory=list)
     avoided: list[tuple[str, ...]] = field(default_factory=list)
+    shunned: list[tuple[str, ...]] = field(default_factory=list)
     aborted: list[tuple[Any, ...]] = field(default_factory=list)
     recalls: dict[str, Any] = field(default_factory=dict)  # by seat
     num_cancelled: int = 0
@@ -126,6 +136,7 @@ class FakeHandle:
         return SimpleNamespace(results_async=send)
 
     async def _recall(self, request_id: str, place: Place) -> list[RequestOutput] | None:
+        assert not place.may_spill, "the question itself would be told that it has spilled"
         told = self.recalls.get(place.homes[0])
         if isinstance(told, Exception):
             raise told
@@ -137,6 +148,7 @@ class FakeHandle:
         place.taken_by.append(f"replica-{len(self.requests)}")
         self.requests.append(request)
         self.avoided.append(place.avoid)
+        self.shunned.append(place.shun)
         messages = self.scripts.pop(0)(request)
 
         def cancel() -> None:
@@ -320,7 +332,7 @@ async def test_a_silent_replica_is_lost_like_a_dead_one(after: int, silence: set
     handle = FakeHandle([falls_silent(after, asyncio.Event()), script([2])])
     ids, last = await answer(handle)
     assert ids == whole() and last.finish_reason is FinishReason.LENGTH
-    assert handle.avoided[0] == () and set(handle.avoided[1]) == {"replica-0"}
+    assert handle.avoided == [(), ()] and handle.shunned == [(), ("replica-0",)]
 
 
 async def test_what_was_silent_gets_nothing_new_for_a_while(silence: set[str]) -> None:
@@ -330,11 +342,22 @@ async def test_what_was_silent_gets_nothing_new_for_a_while(silence: set[str]) -
     request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, seed=1))
     for _ in range(2):
         assert [output async for output in backend.stream(request, None)]
-    assert handle.avoided[2] == ("replica-0",)
+    assert handle.shunned[2] == ("replica-0",)
     until = backend._pulse._shunned_until["replica-0"]
     assert 0 < until - asyncio.get_running_loop().time() < SHUNNED_S
     backend._pulse._shunned_until["replica-0"] = asyncio.get_running_loop().time()
     assert backend._pulse.shunned() == ()
+
+
+async def test_what_falls_silent_again_is_shunned_again(silence: set[str]) -> None:
+    silence.add("replica-0")
+    pulse = Pulse(lambda _: asyncio.Event().wait())
+    for _ in range(2):
+        lost = asyncio.Event()
+        with pulse.watching(["replica-0"], lost.set):
+            await asyncio.wait_for(lost.wait(), 10)
+        assert pulse.shunned() == ("replica-0",)
+        pulse._shunned_until["replica-0"] = asyncio.get_running_loop().time()
 
 
 async def test_one_that_takes_its_time_and_the_last_one_are_not_given_up(silence: set[str]) -> None:
@@ -350,6 +373,27 @@ async def test_one_that_takes_its_time_and_the_last_one_are_not_given_up(silence
     handle = FakeHandle([falls_silent(3, asyncio.Event()), falls_silent(0, goes_on)])
     ids, _ = await answer(handle)
     assert ids == whole()
+
+
+async def test_prompts_in_every_thread_make_no_replica_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The threads of the loop tokenize long prompts, any tenant's: a flood of them fills all."""
+
+    async def answers() -> int:
+        return 0
+
+    actor = SimpleNamespace(get_num_ongoing_requests=SimpleNamespace(remote=answers))
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: actor)
+    is_over = threading.Event()
+    executor = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    prompt = asyncio.get_running_loop().run_in_executor(None, is_over.wait, 30)
+    try:
+        await asyncio.wait_for(_is_there("replica-0"), 5)
+    finally:
+        is_over.set()
+        await prompt
 
 
 async def test_closing_cancels_the_call() -> None:
@@ -446,6 +490,43 @@ async def test_answers_are_kept_for_a_while_and_not_all() -> None:
     assert len(kept._closed) == MAX_CLOSED and not kept._running
 
 
+async def test_old_answers_go_where_nothing_new_comes() -> None:
+    now = 0.0
+    kept = KeptAnswers(lambda: now)
+    await told_by(Request("r", (1,), SamplingParams(max_tokens=LENGTH)), kept, 1)
+    now += GRACE_S + 1
+    assert kept.orphans(()) == [] and not kept._closed and not kept._size
+
+
+async def test_what_is_kept_is_bounded_and_the_largest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.kept_answers.MAX_KEPT", 40)
+    kept = KeptAnswers()
+    entry = TokenLogprobs(-0.5, ((1, -0.5),) * 4)
+
+    async def long(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        for number in range(9):
+            logprobs = (entry,) * len(request.sampling.stop_ids)
+            yield [RequestOutput(request.request_id, 0, (number,), logprobs)]
+
+    large = Request("large", (1,), SamplingParams(stop_ids=(1,), logprobs=4))
+    streams = [
+        kept.note(request, long(request))  # type: ignore[arg-type]
+        for request in (large, Request("a", (1,)), Request("b", (1,)))
+    ]
+    for _ in range(9):
+        assert [len(await anext(stream)) for stream in streams] == [1] * 3, "all of it goes out"
+        assert kept._size <= 40
+    assert kept.recall("large") is None
+    for name in "ab":
+        found = kept.recall(name)
+        assert found is not None and len(found[1][0].new_token_ids) == 9
+    for stream in streams:
+        await stream.aclose()
+    assert kept._size == 18
+
+
 async def test_what_ends_a_recalled_request_is_no_news_of_it() -> None:
     kept = KeptAnswers()
     request = Request("r", (1,), SamplingParams(max_tokens=LENGTH))
@@ -472,6 +553,27 @@ async def test_requests_of_dead_callers_end_after_a_while() -> None:
     assert [_ async for _ in messages], "its abort"
     assert kept.callers() == set() and kept.orphans({"ingress"}) == []
     assert kept.recall("r") == ("r/2", join(run_engine(request, [2], 2)))
+
+
+async def test_a_request_made_anew_hides_no_orphan() -> None:
+    """It was told in part elsewhere, so nobody could go on from it: both runs have its name."""
+    now = 0.0
+    kept = KeptAnswers(lambda: now)
+    sampling = SamplingParams(max_tokens=LENGTH, n=2)
+    half = Request("r/2", (1,), sampling, resumed=((1, 2), None))
+    old = kept.note(half, script([2])(half), "dead")  # type: ignore[arg-type]
+    anew = Request("r/mark", (1,), sampling)
+    new = kept.note(anew, script([2])(anew), "ingress")  # type: ignore[arg-type]
+    for messages in (old, new):
+        await anext(messages)
+    assert kept.callers() == {"dead", "ingress"} and kept.orphans({"dead"}) == []
+    found = kept.recall("r")
+    assert found is not None and found[0] == "r/mark", "the newest run of it"
+    now += ORPHAN_S
+    assert kept.orphans({"dead"}) == ["r/2"]
+    for messages in (new, old):
+        await messages.aclose()
+    assert not kept.callers() and kept.recall("r") == found
 
 
 def join(messages: list[list[RequestOutput]]) -> list[RequestOutput]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deployments.host_tier import HostTierFolder
 
 
@@ -38,3 +40,17 @@ def test_a_killed_user_holds_nothing(tmp_path: Path) -> None:
     child.stdout.close()
     ours.leave()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_somebody_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/shm is everybody's, and our name in it can be guessed."""
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    for path in (folder, tmp_path / "link"):
+        with pytest.raises(PermissionError, match=f"{path} is another user's"):
+            HostTierFolder(str(path))
+    assert folder.is_dir()

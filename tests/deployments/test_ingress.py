@@ -322,7 +322,12 @@ async def test_neutral_values_pass(face: Face) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"temperature": "hot"}, "temperature"), ({"stream": 1}, "stream"), ({"n": 1.5}, "n")],
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"stream": 1}, "stream"),
+        ({"n": 1.5}, "n"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+    ],
 )
 async def test_wrong_types(face: Face, fields: dict[str, Any], param: str) -> None:
     assert assert_openai_error(await face.chat(**fields), 422)["param"] == param
@@ -348,6 +353,8 @@ async def test_malformed_bodies(face: Face) -> None:
 async def test_paths_and_methods(face: Face) -> None:
     assert_openai_error(await face.client.get("/v1/nothing"), 404)
     assert_openai_error(await face.client.get("/v1/chat/completions"), 405)
+    # No redirect: it would name the host that the request named, and lose TLS.
+    assert_openai_error(await face.client.post("/v1/chat/completions/", json={}), 404)
     assert (await face.client.get("/health")).json() == {"status": "ok"}
     assert (await face.client.get("/ready")).status_code == 200
     face.control.absent = ["demo"]

@@ -248,6 +248,22 @@ async def test_a_report_that_was_lost_is_sent_again_as_it_was(
     assert (("moe_engine_delivered_tokens_total", ("demo",)), 3) in delta.counters
 
 
+async def test_it_reports_on_after_a_failure_of_any_kind(
+    demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    monkeypatch.setattr(replica_side, "REPORT_PERIOD_S", 0.005)
+    router.failure = RuntimeError("Unexpected error (StatusCode.INTERNAL): what gRPC raises.")
+    replica = await make_replica(demo_config, demo_config.models[0], router, tmp_path)
+    try:
+        async with asyncio.timeout(10):
+            while len(router.heard) < 2:
+                await asyncio.sleep(0.005)
+    finally:
+        await end(replica)
+
+
 async def test_a_report_does_not_grow_with_tenants(replica: Replica, router: FakeRouter) -> None:
     for i in range(3):
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -284,10 +300,10 @@ async def test_an_adapter_is_judged_in_the_actor_for_this_engine(
 async def test_only_news_are_fetched(
     replica: Replica, router: FakeRouter, actors: FakeActors
 ) -> None:
-    for homes in ((A,), (A, B), (B,)):
+    for homes in ((A,), (A, B), (B,), (B,), (A, B)):
         router.orders = SeatOrders(True, homes)
         await report(replica)
-    assert actors.asked == [(1, [A]), (1, [B])]
+    assert actors.asked == [(1, [A]), (1, [B]), (1, [A])], "A may have left the tier meanwhile"
 
 
 @pytest.mark.parametrize(

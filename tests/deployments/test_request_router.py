@@ -2,14 +2,25 @@
 
 import asyncio
 import random
+from collections.abc import Iterable
+from dataclasses import replace
 
 from adapter_store.ref import AdapterRef
 from deployments.placement import bin_pack
-from deployments.placement.hash_ring import rendezvous_order
+from deployments.placement.hash_ring import first_seat
 from deployments.placement.view import Place, Placement, ReplicaView, TenantLoad
 from tests.deployments.routing_world import FakeReplica, Ingress, pending_request
 
 SEATS = ("a", "b", "c")
+
+
+def rendezvous_order(name: str, seats: Iterable[str]) -> list[str]:
+    """All seats, the best for `name` first."""
+    left, found = set(seats), list[str]()
+    while left:
+        found.append(first_seat(name, left))
+        left.remove(found[-1])
+    return found
 
 
 def home(adapter_id: str) -> Place:
@@ -23,7 +34,7 @@ async def seat_of(ingress: Ingress, place: Place | None, waited_s: float = 0.0) 
 
 
 async def test_a_home_takes_it_and_homes_take_turns() -> None:
-    ingress = Ingress([FakeReplica(seat) for seat in SEATS])
+    ingress = Ingress([FakeReplica(seat) for seat in SEATS], spill_after_s=60)
     assert {await seat_of(ingress, Place(("b",), "t/x")) for _ in range(5)} == {"b"}
     assert {await seat_of(ingress, Place(("a", "c"), "t/x")) for _ in range(4)} == {"a", "c"}
     assert {await seat_of(ingress, Place()) for _ in range(6)} == set(SEATS)
@@ -32,7 +43,7 @@ async def test_a_home_takes_it_and_homes_take_turns() -> None:
 
 async def test_where_the_map_knows_no_living_home_all_ingresses_agree() -> None:
     replicas = [FakeReplica(seat) for seat in SEATS]
-    ingresses = [Ingress(replicas), Ingress(replicas[::-1])]
+    ingresses = [Ingress(some, spill_after_s=60) for some in (replicas, replicas[::-1])]
     for number in range(20):
         name = f"t{number}/x"
         for place in (Place((), name), Place(("gone",), name)):
@@ -46,7 +57,7 @@ async def test_where_the_map_knows_no_living_home_all_ingresses_agree() -> None:
 
 async def test_the_least_loaded_home_takes_it() -> None:
     replicas = [FakeReplica("a", ongoing=3), FakeReplica("b", ongoing=1), FakeReplica("c")]
-    ingress = Ingress(replicas)
+    ingress = Ingress(replicas, spill_after_s=60)
     await asyncio.sleep(0.01)  # the first probes
     assert {await seat_of(ingress, Place(("a", "b"), "t/x")) for _ in range(4)} == {"b"}
 
@@ -82,6 +93,29 @@ async def test_one_spill_seat_and_only_where_nothing_is_evicted() -> None:
     assert not waiting.done()
     replicas[first].ongoing = 0
     assert await waiting == first
+
+
+async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() -> None:
+    replicas = {seat: FakeReplica(seat) for seat in SEATS}
+    ingress = Ingress(replicas.values())
+    names = {seat: replica.replica_id.to_full_id_str() for seat, replica in replicas.items()}
+    for adapter_id in ("t/x", ""):
+        for _ in SEATS:
+            await seat_of(ingress, Place(("a",), adapter_id))
+        place = Place(("a",), adapter_id, shun=(names["a"],))
+        assert await seat_of(ingress, place) in ("b", "c")
+        alone = replace(place, avoid=(names["b"], names["c"]))
+        replicas["a"].is_silent = True
+        waiting = asyncio.create_task(seat_of(ingress, alone))
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done, "Serve's own cache says that it has room"
+        replicas["a"].is_silent = False
+        assert await waiting == "a"
+        lost = replace(place, avoid=tuple(names.values()))
+        waiting = asyncio.create_task(seat_of(ingress, lost))
+        done, _ = await asyncio.wait({waiting}, timeout=0.1)
+        assert not done, "what a request was lost on never has it again"
+        waiting.cancel()
 
 
 async def test_replicas_learn_that_a_call_has_spilled() -> None:

@@ -222,7 +222,7 @@ async def test_what_runs_is_written_as_it_goes(store: FlakyStore) -> None:
     assert (last.status, last.delivered) == ("200", 4)
 
 
-async def test_closing_writes_all(store: FlakyStore) -> None:
+async def test_closing_writes_all(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
     log = UsageLog()
     writer = UsageWriter(log, store, MetricLog())
     log.begin(Running("cut off"))
@@ -230,8 +230,14 @@ async def test_closing_writes_all(store: FlakyStore) -> None:
     await writer.close()
     assert {record.request for record in records_of(store)} == {"cut off", "chatcmpl-1"}
     store.failures = ["before"]
-    end(log, RECORD)
-    await writer.close()  # says so in the log, and goes
+    end(log, replace(RECORD, request="at last"))
+    await writer.close()
+    assert "at last" in {record.request for record in records_of(store)}, "S3 said no just once"
+    store.failures = ["before"] * 1000
+    end(log, replace(RECORD, request="never"))
+    await writer.close(timeout_s=0.3)
+    assert "never" not in {record.request for record in records_of(store)}
+    assert "not written in 0.3 s" in caplog.text
 
 
 KILLED = """
