@@ -108,15 +108,20 @@ class Nodes:
         self.cluster.remove_node(self.second, allow_graceful=False)
 
     def wait_whole(self, timeout_s: float = 120) -> float:
-        """Until every part runs: two replicas with seats, two ingresses, a router."""
+        """Until every part runs: two replicas with seats, two ingresses, a router. Serve counts
+        one that was killed as running until it looks, so the actors themselves are asked too."""
         wanted = {"Replica-demo": 2, "Ingress": 2, "Router": 1}
 
         def is_whole() -> bool:
             found = serve.status().applications["default"].deployments
             running = {name: found[name].replica_states.get("RUNNING", 0) for name in wanted}
+            living = {name: self.actors(f"#{name}#") for name in wanted}
+            handles = [ray.get_actor(*actor) for actors in living.values() for actor in actors]
+            ray.get([handle.get_num_ongoing_requests.remote() for handle in handles], timeout=10)
             seats = {view.seat for view in self.views()}
             ready = httpx.get(f"{self.url}/ready", timeout=10).status_code
-            return running == wanted and len(seats) == 2 and ready == 200
+            counts = {name: len(actors) for name, actors in living.items()}
+            return running == counts == wanted and len(seats) == 2 and ready == 200
 
         return wait_until(is_whole, timeout_s, "the service is whole")
 
