@@ -601,6 +601,7 @@ class TestHostileClients:
         answer = ask(service.client(), "pirate", line["question"])
         assert answer.choices[0].message.content == line["pirate"]
 
+    @pytest.mark.slow
     def test_a_reader_that_stops(self, service: Service, company: Company) -> None:
         """It is cut, its sequences end with it, and eight other streams go on."""
         others = [Company(service.url, style) for style in ("formal", "spanish") for _ in range(4)]

@@ -168,7 +168,7 @@ def test_more_rows_than_a_tile_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("split", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_split_sums_depend_on_no_other_row(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks in four parts leave one part empty; counters are 0 after every launch."""
     *want, _ = products(monkeypatch, split, 0)
