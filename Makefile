@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt infra/setup.sh
 demo: $(READY) ## set up, then serve three tenants from a local S3 server until Ctrl-C
 	@exec $(BIN)/python -m deployments.demo $(args)
 
-serve: $(READY) ## the service alone; args="config=FILE" names another config than deployments/default.yaml
+serve: $(READY) ## the service alone; args="config=FILE", or args="model=PATH lora_modules='NAME=PATH'"
 	@$(LOCAL_RAY) exec $(BIN)/serve run deployments:app $(args)
 
 test: $(READY) ## set up, then run what CI runs

@@ -93,11 +93,11 @@ class _GenerationRequest(_Wire):
             raise _malformed(exc) from None
         field = wire._unsupported()
         if field is not None:
+            words = (
+                "supported by this service with that value" if field in _NEUTRAL else "known here"
+            )
             raise ApiError(
-                400,
-                f"`{field:.80}` is not supported by this service with that value",
-                param=field[:80],
-                code="unsupported_parameter",
+                400, f"`{field:.80}` is not {words}", param=field[:80], code="unsupported_parameter"
             )
         return wire
 

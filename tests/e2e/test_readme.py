@@ -33,8 +33,13 @@ def test_the_python_example_runs() -> None:
     assert "Arr, matey! Tokyo" in adapted
 
 
-def test_the_client_that_comes_back() -> None:
-    """Its connection breaks twice: before the first event, and after two of them."""
+@contextlib.contextmanager
+def refuse(method: str, url: str, json: object, headers: dict[str, str]) -> Iterator[Any]:
+    yield httpx.Response(401, request=httpx.Request(method, "http://127.0.0.1/v1/completions"))
+
+
+def test_the_client_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is there, then a 503, then the connection breaks after two events."""
     _, code = re.findall(r"```python\n(.*?)```", README, re.S)
     events = [("a", {"text": "Hel"}), ("b", {"text": "lo"}), ("c", {"text": "!"})]
     asked: list[str] = []
@@ -42,24 +47,32 @@ def test_the_client_that_comes_back() -> None:
     @contextlib.contextmanager
     def stream(method: str, url: str, json: object, headers: dict[str, str]) -> Iterator[Any]:
         asked.append(headers.get("Last-Event-ID", ""))
-        yield SimpleNamespace(iter_lines=partial(lines, len(asked)))
+        if len(asked) == 1:
+            raise httpx.ConnectError("refused")
+        status = 503 if len(asked) == 2 else 200
+        yield SimpleNamespace(iter_lines=partial(lines, len(asked)), status_code=status,
+                              raise_for_status=lambda: None)  # fmt: skip
 
     def lines(connection: int) -> Iterator[str]:
-        if connection == 1:
-            raise httpx.ConnectError("refused")
-        first = [name for name, _ in events].index(asked[-1]) + 1 if asked[-1] else 0
-        for name, chunk in events[first : 2 if connection == 2 else None]:
-            yield from (": keep-alive", "", f"id: {name}", f"data: {json.dumps(chunk)}", "")
         if connection == 2:
+            return
+        first = [name for name, _ in events].index(asked[-1]) + 1 if asked[-1] else 0
+        for name, chunk in events[first : 2 if connection == 3 else None]:
+            yield from (": keep-alive", "", f"id: {name}", f"data: {json.dumps(chunk)}", "")
+        if connection == 3:
             raise httpx.ReadError("reset")
         yield from ("data: [DONE]", "")
 
     shown: list[dict[str, str]] = []
-    client = SimpleNamespace(stream=stream, TransportError=httpx.TransportError)
-    names = {"httpx": client, "contextlib": contextlib, "json": json, "show": shown.append}
-    exec(code, names | {"key": "k", "url": "u", "body": {}})
+    monkeypatch.setattr(httpx, "stream", stream)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["follow"]("u", "k", {"stream": True}, shown.append)
     assert [chunk["text"] for chunk in shown] == ["Hel", "lo", "!"]
-    assert asked == ["", "", "b"]
+    assert asked == ["", "", "", "b"]
+    monkeypatch.setattr(httpx, "stream", refuse)
+    with pytest.raises(httpx.HTTPStatusError):
+        names["follow"]("u", "k", {"stream": True}, shown.append)
 
 
 def test_every_make_command_exists() -> None:
