@@ -13,7 +13,7 @@ PERIOD_S = 0.5
 SHUNNED_S = 10.0
 """How long a replica that was silent gets no new requests from here."""
 
-SILENT_TURNS = 4
+SILENT_TURNS = 3
 """So often in a row a replica may leave the question unanswered. Turns are counted and not seconds:
 while this process itself stands still, nobody is blamed."""
 

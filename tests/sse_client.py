@@ -50,7 +50,7 @@ class ReconnectingStream:
     body: dict[str, Any]
     headers: dict[str, str]
     patience_s: float = 30.0
-    silence_s: float = 2.0
+    silence_s: float = 1.5
     gaps_s: list[float] = field(default_factory=list)
     num_connections: int = 0
     last_id: str = ""
