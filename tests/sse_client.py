@@ -40,8 +40,8 @@ class ReconnectingStream:
     """The chunks of one stream, over as many connections as it takes.
 
     A connection that breaks, ends before `[DONE]`, is refused with a 5xx status, or is silent for
-    `silence_s` (twice as long each time that nothing came) is taken up again; errors, and whatever
-    comes after `patience_s`, are raised.
+    `silence_s` (from the third time in a row on twice as long) is taken up again; errors, and
+    whatever comes after `patience_s`, are raised.
     gaps_s  between two chunks;  num_connections  so far
     """
 
@@ -50,7 +50,7 @@ class ReconnectingStream:
     body: dict[str, Any]
     headers: dict[str, str]
     patience_s: float = 30.0
-    silence_s: float = 1.5
+    silence_s: float = 1.2
     gaps_s: list[float] = field(default_factory=list)
     num_connections: int = 0
     last_id: str = ""
@@ -58,11 +58,11 @@ class ReconnectingStream:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Errors: httpx.HTTPStatusError; RuntimeError with the event that was an error."""
         broken_at = seen_at = time.monotonic()
-        silence_s = self.silence_s
+        in_vain = 0
         while True:
             try:
-                async for event in self._connection(silence_s):
-                    silence_s = self.silence_s
+                async for event in self._connection(self.silence_s * 2 ** max(0, in_vain - 1)):
+                    in_vain = 0
                     now = time.monotonic()
                     self.gaps_s.append(now - seen_at)
                     broken_at = seen_at = now
@@ -82,7 +82,7 @@ class ReconnectingStream:
             else:
                 if self._is_over(broken_at):
                     raise RuntimeError("the stream ended before [DONE]")
-            silence_s *= 2
+            in_vain += 1
             await asyncio.sleep(0.05)
 
     def _is_over(self, since: float) -> bool:
