@@ -20,6 +20,7 @@ from kernels.op import use_reference_kernels
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.request import Request, SamplingParams
+from tests.model_runner.speed_world import seeded_adapters
 
 _COMMON: dict[str, Any] = {
     "dtype": "bfloat16", "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 512,
@@ -114,14 +115,7 @@ def make_world(name: str, root: Path, device: str, all_chosen: bool) -> World:
     model = root / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    refs = []
-    for seed in range(3):
-        folder = root / f"adapter-{seed}"
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text(json.dumps({"seed": seed}))
-        (folder / "adapter_model.safetensors").write_bytes(b"from the seed")
-        refs.append(AdapterRef(f"adapter-{seed}", str(folder)))
-    return World(root, tuple(refs), device, all_chosen)
+    return World(root, tuple(seeded_adapters(root)), device, all_chosen)
 
 
 def random_factors(targets: Sequence[LoraTarget], seed: int, seldom: bool) -> AdapterWeights:

@@ -61,6 +61,11 @@ def make_folders(root: Path) -> Folders:
     model = root / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
+    return model, seeded_adapters(root)
+
+
+def seeded_adapters(root: Path) -> list[AdapterRef]:
+    """Three adapters that are a seed alone: a format of the test's own makes their weights."""
     refs = []
     for seed in range(3):
         folder = root / f"adapter-{seed}"
@@ -68,7 +73,7 @@ def make_folders(root: Path) -> Folders:
         (folder / "adapter_config.json").write_text(json.dumps({"seed": seed}))
         (folder / "adapter_model.safetensors").write_bytes(b"from the seed")
         refs.append(AdapterRef(f"adapter-{seed}", str(folder)))
-    return model, refs
+    return refs
 
 
 def from_seed(folder: Path, targets: Sequence[LoraTarget], **limits: int) -> AdapterWeights:
