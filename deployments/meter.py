@@ -132,8 +132,8 @@ class Meter:
     def _count(self, job: Job | None, status: int) -> None:
         log, labels = self._log, self._labels()
         log.count(metrics.REQUESTS, (*labels, str(status)))
-        if status == CLIENT_GONE_STATUS:
-            log.count(metrics.HANGUPS, labels)
+        # Counted with 0 too, so that the first one is seen as growth.
+        log.count(metrics.HANGUPS, labels, int(status == CLIENT_GONE_STATUS))
         if job is None:
             return
         log.observe(metrics.LATENCY, labels, time.monotonic() - self._times.started_s)

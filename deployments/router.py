@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from adapter_store.ref import AdapterRef
 from deployments.config import ServiceConfig
@@ -23,6 +24,7 @@ from deployments.placement.shares import Shares
 from deployments.placement.view import (
     MapUpdate,
     MapWanted,
+    MoveKind,
     Placement,
     ReplicaView,
     TenantLoad,
@@ -90,6 +92,8 @@ class Router:
         first = first_tenants((tenant.tenant_id for tenant in config.tenants), limit)
         models = [model.name for model in config.models]
         self._metrics = MetricRegistry(models, first, limit, clock)
+        for labels in product(models, MoveKind):  # so that the first move is seen as growth
+            self._metrics.count(PLACEMENT_MOVES, labels, 0)
 
     async def claim(self, model: str, replica_id: str, node_id: str) -> str:
         """A seat for a new replica: the lowest that is free, which a restarted one had before.

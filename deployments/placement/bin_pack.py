@@ -30,7 +30,7 @@ from itertools import chain, product
 from math import ceil
 
 from deployments.placement.hash_ring import first_seat
-from deployments.placement.view import Move, Placement, ReplicaView, TenantLoad
+from deployments.placement.view import Move, MoveKind, Placement, ReplicaView, TenantLoad
 
 SLACK = 0.25
 MIN_GAIN = 0.1
@@ -100,7 +100,7 @@ class _Packing:
         self._mean = sum(load.tokens_per_s for load in loads) / len(views)
         self._gain = max(MIN_GAIN * self._mean, MIN_TOKENS_PER_S)
         self._slack = max(SLACK * self._mean, MIN_TOKENS_PER_S)
-        self._why: dict[str, tuple[str, str]] = {}
+        self._why: dict[str, tuple[MoveKind, str]] = {}
         self._moves_left = MOVES_PER_ROUND
         self._homes: dict[str, list[str]] = {}
         for name in self._loads:
@@ -133,7 +133,7 @@ class _Packing:
             before = self._before.get(name, ())
             lost = [seat for seat in before if seat not in self._seats]
             if lost:
-                self._why[name] = "lost", f"{' '.join(lost)} is gone"
+                self._why[name] = MoveKind.LOST, f"{' '.join(lost)} is gone"
             if self._homes[name]:
                 continue
             if not load.tokens_per_s:
@@ -159,12 +159,12 @@ class _Packing:
                 # The emptier ones keep it: those are where it is served soonest.
                 kept = sorted(homes, key=lambda seat: (self._seats[seat].load, seat))[:count]
                 self._settle(name, [seat for seat in homes if seat in kept])
-                self._why[name] = "cooled", f"it draws {rate}: {count} will do"
+                self._why[name] = MoveKind.COOLED, f"it draws {rate}: {count} will do"
             while len(homes) < count and self._moves_left:
                 part = load.tokens_per_s / count
                 homes = [*homes, self._find_seat(load, part, homes).name]
                 self._settle(name, homes)
-                self._why[name] = "hot", f"it draws {rate}"
+                self._why[name] = MoveKind.HOT, f"it draws {rate}"
                 self._moves_left -= 1
 
     def _relieve_overfull(self) -> None:
@@ -179,7 +179,7 @@ class _Packing:
                     why = f"{seat.name} has {count} adapters in traffic for {slots} slots"
                     if count <= slots:
                         why = f"{seat.name} lacks {-seat.free_bytes:.0f} bytes for those in traffic"
-                    self._move(name, seat, goal, "room", why)
+                    self._move(name, seat, goal, MoveKind.ROOM, why)
 
     def _balance(self) -> None:
         """Moves from the fullest seats to the emptiest, the largest gain first."""
@@ -206,7 +206,7 @@ class _Packing:
             return False
         loads = f"{high.name} carries {high.load:.0f} tokens/s, {low.name} {low.load:.0f}"
         why = f"{loads}, a seat's mean is {self._mean:.0f}; {high.parts[best]:.0f} go"
-        self._move(best, high, low, "balance", why)
+        self._move(best, high, low, MoveKind.BALANCE, why)
         return True
 
     # What the steps are made of
@@ -253,7 +253,7 @@ class _Packing:
     def _bytes(self, load: TenantLoad) -> float:
         return load.num_bytes or self._mean_bytes
 
-    def _move(self, name: str, source: _Seat, goal: _Seat, kind: str, why: str) -> None:
+    def _move(self, name: str, source: _Seat, goal: _Seat, kind: MoveKind, why: str) -> None:
         self._settle(name, [goal.name if s == source.name else s for s in self._homes[name]])
         self._why[name] = kind, why
         self._moves_left -= 1

@@ -7,7 +7,7 @@ A lost seat moves only its own adapters, and to the seat that was next in their 
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from deployments.placement.view import Move, Placement, ReplicaView, TenantLoad
+from deployments.placement.view import Move, MoveKind, Placement, ReplicaView, TenantLoad
 
 
 def place(
@@ -26,7 +26,7 @@ def place(
             homes[adapter_id] = after
             if before is not None and before != after:
                 why = "it is the first seat by name now"
-                moves.append(Move(base, adapter_id, "name", before, after, why))
+                moves.append(Move(base, adapter_id, MoveKind.NAME, before, after, why))
     fixed = {model: tuple(sorted(names)) for model, names in seats.items()}
     if fixed == previous.seats and homes == previous.homes:
         return previous

@@ -1,6 +1,7 @@
 """Plain values that placement reads and makes. No policy here, and nothing of Ray."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from adapter_store.ref import AdapterRef
 from model_runner.stats import EngineStats
@@ -70,16 +71,24 @@ class Place:
     seats: tuple[str, ...] = ()
 
 
+class MoveKind(StrEnum):
+    """Why an adapter's homes were changed, in one word: the label of a series."""
+
+    LOST = "lost"
+    HOT = "hot"
+    COOLED = "cooled"
+    ROOM = "room"
+    BALANCE = "balance"
+    NAME = "name"
+
+
 @dataclass(frozen=True)
 class Move:
-    """One change of an adapter's homes and why; as a string, the line that explains it.
-
-    kind  why in one word, from a short list: the label of a series
-    """
+    """One change of an adapter's homes and why; as a string, the line that explains it."""
 
     model: str
     adapter_id: str
-    kind: str
+    kind: MoveKind
     before: tuple[str, ...]
     after: tuple[str, ...]
     why: str

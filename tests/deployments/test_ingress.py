@@ -543,6 +543,7 @@ async def test_metrics_are_counted(face: Face) -> None:
     labels = ("demo", "pirate")
     prompt = len(face.backend.requests[0].token_ids)
     assert counters[("moe_requests_total", (*labels, "200"))] == 1
+    assert counters[("moe_hangups_total", labels)] == 0  # the series is there before the first
     assert counters[("moe_requests_total", ("", "formal", "404"))] == 1
     assert counters[("moe_prompt_tokens_total", labels)] == prompt
     assert counters[("moe_output_tokens_total", labels)] == 5
