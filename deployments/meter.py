@@ -18,6 +18,7 @@ from deployments.usage import MOVED, RUNNING, UsageLog, UsageRecord
 from model_runner.request import FinishReason, RequestOutput
 from model_runner.text import TextOutput
 
+_FAILURES = ("500", "503")
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # an answer may be its prompt alone
 
 
@@ -132,7 +133,9 @@ class Meter:
     def _count(self, job: Job | None, status: int) -> None:
         log, labels = self._log, self._labels()
         log.count(metrics.REQUESTS, (*labels, str(status)))
-        # Counted with 0 too, so that the first one is seen as growth.
+        # What alerts look at is counted with 0 too, so that the first one is seen as growth.
+        for failure in _FAILURES:
+            log.count(metrics.REQUESTS, (*labels, failure), 0)
         log.count(metrics.HANGUPS, labels, int(status == CLIENT_GONE_STATUS))
         if job is None:
             return
