@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from adapter_store.formats.bounded_files import shown
+
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -83,7 +85,7 @@ def sampling_fields(said: Mapping[str, Any]) -> dict[str, float]:
         is_number = isinstance(value, int if key == "top_k" else int | float)
         if not is_number or isinstance(value, bool) or not least <= value <= most:
             what = "an integer" if key == "top_k" else "a number"
-            raise ValueError(f"{key} must be {what} in [{least}, {most}], not {value!r:.60}")
+            raise ValueError(f"{key} must be {what} in [{least}, {most}], not {shown(value)}")
         found[key] = value
     if found.get("top_p") == 0:
         raise ValueError("top_p must be above 0")

@@ -67,8 +67,8 @@ def parse_json(raw: bytes, reason: str, what: str, max_items: int) -> dict[str, 
     """
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > max_items:
         raise AdapterInvalid(reason, f"{what} has more than {max_items} values")
-    with _json_errors(reason, what):
-        value = _DECODER.decode(raw.decode())
+    with json_errors(reason, what):
+        value = DECODER.decode(raw.decode())
     if not isinstance(value, dict):
         raise AdapterInvalid(reason, f"{what} is not a JSON object")
     return value
@@ -84,7 +84,7 @@ def json_items(
     max_chars  key -> how long the text of its value may be
     Errors:  as `parse_json`, while it goes.
     """
-    with _json_errors(reason, what):
+    with json_errors(reason, what):
         text = raw.decode()
         raw.clear()
         at = _expect(_BEGIN, text, 0)
@@ -93,7 +93,7 @@ def json_items(
             at = _expect(_COLON, text, at)
             window = text[at : at + max_chars(key)]
             try:
-                value, used = _DECODER.raw_decode(window)
+                value, used = DECODER.raw_decode(window)
             except json.JSONDecodeError as error:
                 where = f"{error.msg}, in the first {len(window)} characters of {shown(key)}"
                 raise ValueError(where) from None
@@ -130,11 +130,12 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
 @contextmanager
-def _json_errors(reason: str, what: str) -> Iterator[None]:
+def json_errors(reason: str, what: str) -> Iterator[None]:
+    """What goes wrong with JSON in there is AdapterInvalid(reason)."""
     try:
         yield
     except RecursionError:

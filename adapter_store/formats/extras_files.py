@@ -7,14 +7,17 @@ same one: every id the same token. Not here: what a template does when it is ren
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from adapter_store.errors import AdapterInvalid
+from adapter_store.errors import AdapterInvalid, AdapterUnavailable
 from adapter_store.extras import AdapterExtras, sampling_fields
 from adapter_store.formats.bounded_files import parse_json, read_small, shown
+from adapter_store.formats.tokenizer_file import read_tokens
 from adapter_store.sources.source import (
     GENERATION_FILE,
     OPTIONAL_FILES,
@@ -23,11 +26,11 @@ from adapter_store.sources.source import (
     TOKENIZER_FILE,
 )
 
-_MAX_VALUES = 5 << 19
-"""Of one tokenizer.json, and its lists and objects: 200,000 tokens and twice as many merges, each a
-list of two, are 1.4 million."""
-
 _MAX_EOS_IDS = 64
+_MAX_ID = 2**31 - 1
+_MAX_TOKEN_CHARS = 1024  # of a token with a role: it is kept with the adapter
+_HALVES = re.compile(r"[\ud800-\udfff]")
+_STRANGE = (AttributeError, KeyError, IndexError, TypeError, ValueError)
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -51,8 +54,15 @@ class BaseTokens:
     @cached_property
     def tokens(self) -> Mapping[int, str]:
         """id -> token, added ones too."""
-        tokenizer = json.loads(self.read(TOKENIZER_FILE) or b"{}")
-        return dict(_tokens_of(tokenizer)) | dict(_added_in_config(self.config))
+        found: dict[int, str] = {}
+        try:
+            raw = self.read(TOKENIZER_FILE) or b"{}"
+            for _, token_id, token in read_tokens(raw, max_values=None):
+                found[token_id] = token
+            found.update((token_id, token) for _, token_id, token in _added_in_config(self.config))
+        except (AdapterInvalid, *_STRANGE) as error:  # not the adapter's fault
+            raise AdapterUnavailable(f"of the base model: {error}") from None
+        return found
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -72,7 +82,7 @@ class BaseTokens:
 
 def brings_extras(folder: Path) -> bool:
     """Whether anything lies beside the weights."""
-    return any((folder / name).exists() for name in OPTIONAL_FILES)
+    return any(os.path.lexists(folder / name) for name in OPTIONAL_FILES)
 
 
 def read_extras(folder: Path, base: BaseTokens) -> AdapterExtras:
@@ -80,9 +90,11 @@ def read_extras(folder: Path, base: BaseTokens) -> AdapterExtras:
 
     Errors:  AdapterInvalid: "tokenizer" for one that is not the base's, with the first id that
              differs and both tokens, and for a file that is none; "chat_template"; "config" for
-             generation_config.json, with the key; "file" for one that is too large.
+             generation_config.json, with the key; "file" for one that is too large or no file.
+             AdapterUnavailable if the base's own cannot be read.
+    Cost:    memory of the files and the base's vocabulary, some 100 MB for the largest.
     """
-    there = [name for name in OPTIONAL_FILES if (folder / name).exists()]
+    there = [name for name in OPTIONAL_FILES if os.path.lexists(folder / name)]
     raw = {name: read_small(folder / name, OPTIONAL_FILES[name]) for name in there}
     config = _parse(raw, TOKENIZER_CONFIG_FILE, "tokenizer")
     if TOKENIZER_FILE in raw or TOKENIZER_CONFIG_FILE in raw:
@@ -94,21 +106,52 @@ def _check_tokens(raw: Mapping[str, bytes], config: Mapping[str, Any], base: Bas
     """Errors: AdapterInvalid("tokenizer") with the first id at which the two are not the same."""
     if not base.tokens:
         return
-    own = dict(_unique(_added_in_config(config), TOKENIZER_CONFIG_FILE))
-    ids: Iterable[int] = sorted(own)
-    where = TOKENIZER_CONFIG_FILE
     if TOKENIZER_FILE in raw and raw[TOKENIZER_FILE] != base.read(TOKENIZER_FILE):
-        where = TOKENIZER_FILE
-        own |= _unique(_tokens_of(_parse_tokenizer(raw[TOKENIZER_FILE])), where)
-        ids = sorted(own.keys() | base.tokens.keys())
-    for token_id in ids:
-        mine, other = own.get(token_id), base.tokens.get(token_id)
-        if mine != other:
-            raise _differs(where, token_id, mine, other)
+        _check_same(read_tokens(raw[TOKENIZER_FILE]), base.tokens, TOKENIZER_FILE, is_whole=True)
+    _check_same(_added_in_config(config), base.tokens, TOKENIZER_CONFIG_FILE, is_whole=False)
     known = set(base.tokens.values())
     for token in _named_tokens(config):
         if token not in known:  # a tokenizer that reads this file gives it the next id
             raise _differs(TOKENIZER_CONFIG_FILE, max(base.tokens) + 1, token, None)
+
+
+def _check_same(
+    tokens: Iterable[tuple[bool, Any, Any]], base: Mapping[int, str], where: str, is_whole: bool
+) -> None:
+    """Hold (is added, id, token) against the base's as they come; a stranger's are not kept.
+
+    is_whole  every token of the base must be among them
+    Errors:  AdapterInvalid("tokenizer")
+    """
+    seen: set[int] = set()
+    lowest: tuple[int, str] | None = None
+    num_wrong = 0
+    try:
+        for is_added, token_id, token in tokens:
+            if type(token_id) is not int or not isinstance(token, str) or token_id < 0:
+                raise ValueError(f"{shown(token)} has the id {shown(token_id)}")
+            if base.get(token_id) == token:
+                if not is_added and token_id in seen:
+                    raise ValueError(f"the key {shown(token)} is there twice")
+                seen.add(token_id)
+                continue
+            if token_id in seen:
+                raise ValueError(
+                    f"id {token_id} is both {shown(base[token_id])} and {shown(token)}"
+                )
+            lowest = min(lowest or (token_id, token), (token_id, token))
+            num_wrong += 1
+            if num_wrong > len(base):  # an endless list of them is not worth its time
+                break
+        else:
+            absent = min((i for i in base if is_whole and i not in seen), default=None)
+            if absent is not None and (lowest is None or absent < lowest[0]):
+                raise _differs(where, absent, None, base[absent])
+    except _STRANGE as error:
+        words = f"{where} is no tokenizer: {type(error).__name__}: {str(error)[:200]}"
+        raise AdapterInvalid("tokenizer", words) from None
+    if lowest is not None:
+        raise _differs(where, *lowest, base.get(lowest[0]))
 
 
 def _differs(where: str, token_id: int, mine: str | None, other: str | None) -> AdapterInvalid:
@@ -118,56 +161,55 @@ def _differs(where: str, token_id: int, mine: str | None, other: str | None) -> 
     return AdapterInvalid("tokenizer", words)
 
 
-def _tokens_of(tokenizer: Mapping[str, Any]) -> Iterable[tuple[int, str]]:
-    """(id, token) of a tokenizer.json, in its own order. Errors: as for any strange JSON."""
-    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(vocab, dict):
-        yield from ((token_id, token) for token, token_id in vocab.items())
-    else:  # Unigram: pairs of token and score, in the order of ids
-        yield from ((token_id, pair[0]) for token_id, pair in enumerate(vocab))
-    yield from ((token["id"], token["content"]) for token in tokenizer.get("added_tokens") or ())
-
-
-def _added_in_config(config: Mapping[str, Any]) -> Iterable[tuple[int, str]]:
-    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
-        yield int(token_id), token["content"]
-
-
-def _unique(pairs: Iterable[tuple[int, str]], where: str) -> dict[int, str]:
-    """id -> token of a stranger's file. Errors: AdapterInvalid("tokenizer")."""
-    found: dict[int, str] = {}
-    try:
-        for token_id, token in pairs:
-            if type(token_id) is not int or not isinstance(token, str) or token_id < 0:
-                raise ValueError(f"{shown(token)} has the id {shown(token_id)}")
-            if found.setdefault(token_id, token) != token:
-                raise ValueError(
-                    f"id {token_id} is both {shown(found[token_id])} and {shown(token)}"
-                )
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        words = f"{where} is no tokenizer: {type(error).__name__}: {str(error)[:200]}"
-        raise AdapterInvalid("tokenizer", words) from None
-    return found
+def _added_in_config(config: Mapping[str, Any]) -> Iterable[tuple[bool, int, str]]:
+    for token_id, token in _or(config.get("added_tokens_decoder"), {}).items():
+        if not (token_id.isascii() and token_id.isdigit()):
+            raise ValueError(f"{shown(token_id)} is no id")
+        yield True, int(token_id), token["content"]
 
 
 def _named_tokens(config: Mapping[str, Any]) -> list[str]:
     """Tokens that a tokenizer_config.json gives a role to."""
-    more = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
-    lists = [value for value in more if isinstance(value, list)]
-    given = [*_roles(config).values(), *(token for value in lists for token in value)]
-    return [text for token in given if (text := _content(token))]
+    given = list(_roles(config).values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = _or(config.get(key), [])
+        if not isinstance(value, list | dict):
+            raise _no_token(key, value)
+        tokens = value.values() if isinstance(value, dict) else value
+        given += [text for token in tokens if (text := _content(key, token))]
+    return given
 
 
 def _roles(config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and the like -> token."""
-    named = {f"{role}_token": _content(config.get(f"{role}_token")) for role in _ROLES}
-    return {role: token for role, token in named.items() if token}
+    keys = [f"{role}_token" for role in _ROLES]
+    return {key: token for key in keys if (token := _content(key, config.get(key)))}
 
 
-def _content(token: Any) -> str:
-    """A token as transformers writes it: its text, or an object with it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
+def _content(key: str, token: Any) -> str:
+    """A token as transformers writes it: its text, or an object with it; "" for none.
+
+    Errors:  AdapterInvalid("tokenizer").
+    """
+    text = token.get("content") if isinstance(token, dict) else _or(token, "")
+    if not isinstance(text, str) or len(text) > _MAX_TOKEN_CHARS or not _is_unicode(text):
+        raise _no_token(key, token)
+    return text
+
+
+def _or(value: Any, other: Any) -> Any:
+    """JSON's null is as if the key were not there; 0, false and empty ones are values."""
+    return other if value is None else value
+
+
+def _no_token(key: str, value: Any) -> AdapterInvalid:
+    words = f"{TOKENIZER_CONFIG_FILE}: {key} is no token: {shown(value)}"
+    return AdapterInvalid("tokenizer", words)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has whole characters alone: JSON can write halves of them."""
+    return not _HALVES.search(text)
 
 
 def _chat_part(
@@ -178,7 +220,7 @@ def _chat_part(
     if not template:
         return {}
     most = OPTIONAL_FILES[TEMPLATE_FILE]
-    if len(template.encode("utf-8", "surrogatepass")) > most:
+    if len(template.encode()) > most:
         words = f"{TOKENIZER_CONFIG_FILE}: chat_template has more than {most} bytes"
         raise AdapterInvalid("chat_template", words)
     roles = _roles(config)
@@ -197,14 +239,22 @@ def _template_of(file: bytes, config: Mapping[str, Any]) -> str:
             return file.decode()
         except UnicodeDecodeError as error:
             raise AdapterInvalid("chat_template", f"{TEMPLATE_FILE}: {error}") from None
-    said = config.get("chat_template")
+    said = _or(config.get("chat_template"), "")
+    wrong = ""
     if isinstance(said, list):
-        named = {t.get("name"): t.get("template") for t in said if isinstance(t, dict)}
-        said = named.get("default")
-    if said is not None and not isinstance(said, str):
-        words = f"{TOKENIZER_CONFIG_FILE}: chat_template is no text: {shown(said)}"
+        default = [t for t in said if isinstance(t, dict) and t.get("name") == "default"]
+        if len(default) != 1:
+            wrong = f"names {len(default)} of its templates default"
+        else:
+            said = default[0].get("template")
+    if not wrong and not isinstance(said, str):
+        wrong = f"is no text: {shown(said)}"
+    if not wrong and not _is_unicode(said):
+        wrong = "has half a character"
+    if wrong:
+        words = f"{TOKENIZER_CONFIG_FILE}: chat_template {wrong}"
         raise AdapterInvalid("chat_template", words)
-    return said or ""
+    return str(said)
 
 
 def _sampling_part(raw: Mapping[str, bytes], base: BaseTokens) -> dict[str, Any]:
@@ -215,7 +265,7 @@ def _sampling_part(raw: Mapping[str, bytes], base: BaseTokens) -> dict[str, Any]
         ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         for token_id in ids:
             known = not base.tokens or token_id in base.tokens
-            if type(token_id) is not int or token_id < 0 or not known:
+            if type(token_id) is not int or not 0 <= token_id <= _MAX_ID or not known:
                 raise ValueError(f"eos_token_id: the base model has no token {shown(token_id)}")
         if len(ids) > _MAX_EOS_IDS:
             raise ValueError(f"eos_token_id: {len(ids)} ids, more than {_MAX_EOS_IDS}")
@@ -227,7 +277,3 @@ def _sampling_part(raw: Mapping[str, bytes], base: BaseTokens) -> dict[str, Any]
 def _parse(raw: Mapping[str, bytes], name: str, reason: str) -> dict[str, Any]:
     """One of the small files; {} if it is not there."""
     return parse_json(raw[name], reason, name, max_items=1 << 17) if name in raw else {}
-
-
-def _parse_tokenizer(raw: bytes) -> dict[str, Any]:
-    return parse_json(raw, "tokenizer", TOKENIZER_FILE, max_items=_MAX_VALUES)

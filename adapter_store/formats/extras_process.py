@@ -7,6 +7,7 @@ Its memory is bounded too. Not here: what is read (extras_files.py).
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -17,7 +18,10 @@ from adapter_store.extras import AdapterExtras, extras_from_json
 from adapter_store.formats.extras_files import BaseTokens, read_extras
 
 _CODE = "from adapter_store.formats.extras_process import run_child; run_child()"
-_MAX_MEMORY_BYTES = 1 << 30
+MAX_MEMORY_BYTES = 256 << 20
+MAX_SECONDS = 10
+"""Of processor time: the largest files that are read take 2."""
+
 _PATIENCE_S = 60.0
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
 
@@ -25,7 +29,8 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
 def read_extras_apart(folder: Path, base_folder: Path | None) -> AdapterExtras:
     """What a fetched adapter brings.
 
-    Errors:  those of `read_extras`; AdapterUnavailable if the process ends without a word.
+    Errors:  those of `read_extras`; AdapterInvalid("file") if it takes more time or memory than it
+             may; AdapterUnavailable if the process ends without a word.
     """
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     try:
@@ -40,10 +45,15 @@ def read_extras_apart(folder: Path, base_folder: Path | None) -> AdapterExtras:
     except subprocess.TimeoutExpired:
         words = f"the files beside the weights took more than {_PATIENCE_S:.0f} s to read"
         raise AdapterUnavailable(words) from None
+    if child.returncode == -signal.SIGXCPU:
+        words = f"the files beside the weights take more than {MAX_SECONDS} s to read"
+        raise AdapterInvalid("file", words)
     if child.returncode:
         words = f"the files beside the weights could not be read: exit code {child.returncode}"
         raise AdapterUnavailable(words)
     said = json.loads(child.stdout)
+    if "unavailable" in said:
+        raise AdapterUnavailable(said["unavailable"])
     if "reason" in said:
         raise AdapterInvalid(said["reason"], said["message"])
     return extras_from_json(said)
@@ -51,7 +61,9 @@ def read_extras_apart(folder: Path, base_folder: Path | None) -> AdapterExtras:
 
 def run_child() -> None:
     """Read the folder of the command line, and write what came of it."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     folder, base_folder = (Path(text) if text else None for text in sys.argv[1:])
     assert folder is not None
     try:
@@ -59,7 +71,9 @@ def run_child() -> None:
     except AdapterInvalid as error:
         message = str(error).removeprefix(f"{error.reason}: ")
         said = {"reason": error.reason, "message": message}
+    except AdapterUnavailable as error:
+        said = {"unavailable": str(error)}
     except MemoryError:
-        words = f"the files beside the weights take more than {_MAX_MEMORY_BYTES} bytes of memory"
+        words = f"the files beside the weights take more than {MAX_MEMORY_BYTES} bytes of memory"
         said = {"reason": "file", "message": words}
     print(json.dumps(said))
