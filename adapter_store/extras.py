@@ -6,12 +6,11 @@ Not here: the files (formats/extras_files.py), and what renders a template.
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
-
-from adapter_store.formats.bounded_files import shown
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -85,7 +84,8 @@ def sampling_fields(said: Mapping[str, Any]) -> dict[str, float]:
         is_number = isinstance(value, int if key == "top_k" else int | float)
         if not is_number or isinstance(value, bool) or not least <= value <= most:
             what = "an integer" if key == "top_k" else "a number"
-            raise ValueError(f"{key} must be {what} in [{least}, {most}], not {shown(value)}")
+            told = reprlib.repr(value)  # does not walk all of a deep or long one
+            raise ValueError(f"{key} must be {what} in [{least}, {most}], not {told:.60}")
         found[key] = value
     if found.get("top_p") == 0:
         raise ValueError("top_p must be above 0")

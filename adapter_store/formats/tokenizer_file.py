@@ -35,8 +35,8 @@ def read_tokens(raw: bytes, max_values: int | None = MAX_VALUES) -> Iterator[tup
     """(is added, id, token), as they stand there: of the vocabulary, and of added tokens.
 
     Ids and tokens may be of any kind, and come twice.
-    Errors:  AdapterInvalid("tokenizer") for what is no JSON, or has more than `max_values`; while it
-             goes, KeyError, IndexError and TypeError for JSON of another form.
+    Errors:  while it goes, AdapterInvalid("tokenizer") for what is no JSON or has more than
+             `max_values`; KeyError, IndexError and TypeError for JSON of another form.
     Cost:    memory of a window; about 1 s for 200,000 tokens and 400,000 merges.
     """
     walk = _Walk(raw, max_values)
