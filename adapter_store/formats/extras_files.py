@@ -124,6 +124,7 @@ def _check_same(
     Errors:  AdapterInvalid("tokenizer")
     """
     seen: set[int] = set()
+    added: set[int] = set()  # most writers name these in the vocabulary too
     lowest: tuple[int, str] | None = None
     num_wrong = 0
     try:
@@ -133,9 +134,9 @@ def _check_same(
             if base.get(token_id) == token:
                 if not is_added and token_id in seen:
                     raise ValueError(f"the key {shown(token)} is there twice")
-                seen.add(token_id)
+                (added if is_added else seen).add(token_id)
                 continue
-            if token_id in seen:
+            if token_id in seen or token_id in added:
                 raise ValueError(
                     f"id {token_id} is both {shown(base[token_id])} and {shown(token)}"
                 )
@@ -144,6 +145,7 @@ def _check_same(
             if num_wrong > len(base):  # an endless list of them is not worth its time
                 break
         else:
+            seen |= added
             absent = min((i for i in base if is_whole and i not in seen), default=None)
             if absent is not None and (lowest is None or absent < lowest[0]):
                 raise _differs(where, absent, None, base[absent])

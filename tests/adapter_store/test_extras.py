@@ -57,13 +57,14 @@ def found(folder: Path, base: BaseTokens, **files: Any) -> AdapterExtras:
         {},
         {"tokenizer": tokenizer()},
         {"tokenizer": tokenizer(merges=["a b"]), "tokenizer_config": CONFIG},  # other bytes
+        {"tokenizer": tokenizer({"<pad>": 4, "ab": 2, "b": 1, "a": 0, "<end>": 3})},
         {"tokenizer": tokenizer([["a", 0], ["b", -1], ["ab", -2]], type="Unigram")},
         {"tokenizer_config": CONFIG | {"added_tokens_decoder": {"3": {"content": "<end>"}}}},
         {"tokenizer_config": CONFIG, "chat_template": "base"},
         {"tokenizer_config": {"pad_token": "<end>"}},
         {"generation_config": {"max_length": 20, "transformers_version": "5"}},
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_what_is_the_bases_own_counts_for_nothing(
     tmp_path: Path, base: BaseTokens, files: Any

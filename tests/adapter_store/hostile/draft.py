@@ -29,7 +29,8 @@ class Draft:
     literals text -> what stands in its place in the JSON (what json.dumps would not write)
     raw_config, raw_header, header_length  instead of what follows from the above
     edit     a last change to the bytes of the weights
-    makers   file name -> what is put there instead of, or beside, the two files
+    beside   file name -> content: what else an adapter may bring
+    makers   file name -> what is put there instead of, or beside, all of these
     meanwhile  done to the folder when its weights have just been opened by a reader
     """
 
@@ -41,6 +42,7 @@ class Draft:
     raw_header: bytes | None = None
     header_length: int | None = None
     edit: Callable[[bytes], bytes] = bytes
+    beside: dict[str, bytes] = field(default_factory=dict)
     makers: dict[str, Maker | None] = field(default_factory=dict)
     meanwhile: Maker | None = None
 

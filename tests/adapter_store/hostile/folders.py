@@ -9,10 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.adapter_store.hostile import configs, places, weights
+from adapter_store.sources.source import OPTIONAL_FILES
+from tests.adapter_store.hostile import beside, configs, places, weights
 from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Draft, Mutation, Random, valid_draft
 
-MUTATIONS: dict[str, Mutation] = {**weights.MUTATIONS, **configs.MUTATIONS, **places.MUTATIONS}
+MUTATIONS: dict[str, Mutation] = {
+    **weights.MUTATIONS,
+    **configs.MUTATIONS,
+    **places.MUTATIONS,
+    **beside.MUTATIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,9 @@ class Case:
         ):
             if name not in self.draft.makers:
                 (folder / name).write_bytes(content())
+        for name, raw in self.draft.beside.items():
+            if name not in self.draft.makers:
+                (folder / name).write_bytes(raw)
         for name, make in self.draft.makers.items():
             if make is not None:
                 make(folder / name)
@@ -69,10 +78,19 @@ def valid_case(form: str) -> Case:
     return Case(-1, (), False, valid_draft(Random(form), form))
 
 
+def whole_case() -> Case:
+    """A case without a mutation, with everything that an adapter may bring."""
+    draft = valid_draft(Random("whole"), "linear")
+    beside.add_files(draft, Random("whole"), *OPTIONAL_FILES)
+    return Case(-1, (), False, draft)
+
+
 def words_of(case: Case) -> set[str]:
     """What a refusal of this case may name: files, fields, tensors."""
+    if set(case.mutations) <= set(beside.MUTATIONS):
+        return set(OPTIONAL_FILES)
     names = {CONFIG, WEIGHTS, "adapter_model.", *case.draft.config}
-    names |= {key for key, _ in case.draft.entries if key}
+    names |= set(OPTIONAL_FILES) | {key for key, _ in case.draft.entries if key}
     return {ascii(name)[1:60].rstrip("'\"") for name in names} | set(_FIELDS)
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,19 +24,13 @@ MUTATIONS: dict[str, Mutation] = {}
 _mutation = adder(MUTATIONS)
 
 
-def _special(make: Maker, *names: str) -> Callable[[Draft, Random], None]:
-    def apply(draft: Draft, rng: Random) -> None:
-        draft.makers[rng.choice(names or (CONFIG, WEIGHTS))] = make
-
-    return apply
-
-
-@_mutation()
-def links(draft: Draft, rng: Random) -> None:
-    """To a good file outside, to nothing, to itself, to devices: none of them is followed."""
-    name = rng.choice([CONFIG, WEIGHTS])
+def special_maker(rng: Random, name: str) -> Maker:
+    """Of what is no file, or no file of this folder, at a place of this name."""
     where = [f"../outside/{name}", "nowhere", name, "/dev/zero", "/dev/stdin", "/etc/passwd", ".."]
-    draft.makers[name] = partial(_link, to=rng.choice([*where, f"../outside/../outside/{name}"]))
+    link = partial(_link, to=rng.choice([*where, f"../outside/../outside/{name}"]))
+    device = partial(_device, minor=rng.choice([3, 5]))
+    others: list[Maker] = [os.mkfifo, _socket, os.mkdir, _full_folder, device]
+    return link if rng.random() < 0.5 else rng.choice(others)
 
 
 def _link(at: Path, to: str) -> None:
@@ -45,15 +38,11 @@ def _link(at: Path, to: str) -> None:
 
 
 @_mutation()
-def pipes_sockets_devices_folders(draft: Draft, rng: Random) -> None:
-    makers = [
-        os.mkfifo,
-        _socket,
-        os.mkdir,
-        _full_folder,
-        partial(_device, minor=rng.choice([3, 5])),
-    ]
-    _special(rng.choice(makers))(draft, rng)
+def no_files(draft: Draft, rng: Random) -> None:
+    """Links (to a good file outside, to nothing, to itself, to devices), pipes, sockets, devices,
+    folders: none of them is followed or waited for."""
+    name = rng.choice([CONFIG, WEIGHTS])
+    draft.makers[name] = special_maker(rng, name)
 
 
 def _socket(at: Path) -> None:

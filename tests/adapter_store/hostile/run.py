@@ -29,17 +29,23 @@ from safetensors import safe_open
 
 from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterUnavailable
+from adapter_store.extras import NO_EXTRAS
+from adapter_store.formats.extras_files import BaseTokens, read_extras
+from adapter_store.formats.extras_process import MAX_MEMORY_BYTES
 from adapter_store.formats.registry import load_adapter
 from adapter_store.loader import AdapterLoader
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterWeights, LoraTarget
 from tests.adapter_store.hostile.archives import CANARY
+from tests.adapter_store.hostile.beside import file_bytes, good_files
 from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Draft
-from tests.adapter_store.hostile.folders import Case, make_case, valid_case, words_of
+from tests.adapter_store.hostile.folders import Case, make_case, valid_case, whole_case, words_of
+from tests.adapter_store.hostile.oracle import ExtrasOracle
 from tests.adapter_store.hostile.watch import MeteredCache, num_open_files, status_bytes, the_eyes
 from tests.adapter_store.scripted_s3 import ScriptedS3, start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
+from tests.model_runner.demo import BASE_DIR
 
 MAX_RANK = 256
 MAX_BYTES = 4 << 30  # the host tier's default
@@ -52,7 +58,16 @@ S3_SHARE = 10  # one of so many goes through S3 too
 _ROOM = str(Path(__file__).parents[3] / "adapter_store")
 _AWS = str(Path.home() / ".aws")  # boto looks there
 _PLACES = tuple(
-    {_ROOM, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/proc", "/sys", _AWS}
+    {
+        _ROOM,
+        sys.prefix,
+        sys.base_prefix,
+        sysconfig.get_path("stdlib"),
+        "/proc",
+        "/sys",
+        "/dev/null",
+        _AWS,
+    }
 )
 
 
@@ -82,14 +97,22 @@ class Bench:
             secret_key="secret", attempts=1,
         )  # fmt: skip
         self._loader = AdapterLoader(
-            TARGETS, torch.float32, self._cache, MAX_RANK, options, self._load, KnownContents()
-        )
-        write_peft_folder(self._root / "outside", 1)
+            TARGETS, torch.float32, self._cache, MAX_RANK, options, self._load, KnownContents(),
+            BASE_DIR,
+        )  # fmt: skip
+        self._base, self._oracle = BaseTokens(BASE_DIR), ExtrasOracle(BASE_DIR)
+        assert MAX_MEMORY_BYTES <= MAX_PEAK_BYTES  # of the process that reads what lies beside
+        outside = write_peft_folder(self._root / "outside", 1)
+        for name, said in good_files().items():
+            (outside / name).write_bytes(file_bytes(said))
+        whole = self.run(whole_case())
+        assert not whole.refusal and self._extras.chat_template, whole.message
         for form in ("linear", "flat", "3-D", "per expert"):  # imports, and what is kept for ever
             self.run(valid_case(form))
 
     def close(self) -> None:
         self._cache.close()
+        self._oracle.close()
 
     def run(self, case: Case) -> Outcome:
         """Load it in all ways. Errors: Fault."""
@@ -115,9 +138,12 @@ class Bench:
         eyes.strange.clear()
         before, self._cache.copied_bytes = num_open_files(), 0
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        self._extras = NO_EXTRAS
         self._idle, self._seconds = status_bytes("VmRSS"), 0.0
         # The cache looks at its own folder; a packed file is mapped from there.
-        eyes.allowed = (str(folder) + os.sep, str(self._cache.folder) + os.sep, *_PLACES)
+        eyes.allowed = (
+            str(folder) + os.sep, str(self._cache.folder) + os.sep, str(BASE_DIR), *_PLACES
+        )  # fmt: skip
         if case.draft.meanwhile is not None:
             eyes.trigger = (str(folder / WEIGHTS), lambda: case.draft.meanwhile(folder))
         try:
@@ -125,6 +151,8 @@ class Bench:
         finally:
             eyes.allowed = eyes.trigger = None
         peak = status_bytes("VmHWM") - self._idle + self._cache.copied_bytes
+        if not refusal[0] and case.draft.meanwhile is None:
+            self._oracle.check(folder, self._extras)
         if eyes.strange:
             raise Fault(f"{_title(case)}: opened {eyes.strange[:3]}")
         if num_open_files() != before:
@@ -145,7 +173,7 @@ class Bench:
         # The format by itself; pickles, which an operator may allow, as if one had.
         allow_pickle = case.draft.makers.get(WEIGHTS, _nothing) is None
         options = {"max_rank": MAX_RANK, "allow_pickle": allow_pickle}
-        ways.append(self._timed(lambda: self._load(folder, TARGETS, **options)))
+        ways.append(self._timed(lambda: self._through_formats(folder, options)))
         if self._s3 is not None and case.number % S3_SHARE == 0 and not case.draft.makers:
             bucket = {f"b/{case.number}/{p.name}": p.read_bytes() for p in folder.iterdir()}
             self._s3.objects = bucket
@@ -156,13 +184,13 @@ class Bench:
         return ways[0]
 
     def _timed(self, load: Callable[[], object]) -> tuple[str, str]:
-        start = time.process_time()
+        start = _processor_s()
         try:
             load()
         except AdapterError as error:
             return getattr(error, "reason", type(error).__name__), str(error)
         finally:
-            self._seconds = max(self._seconds, time.process_time() - start)
+            self._seconds = max(self._seconds, _processor_s() - start)
         return "", ""
 
     def _through_loader(self, ref: AdapterRef) -> None:
@@ -171,6 +199,14 @@ class Bench:
         assert packed is not None
         with packed:
             packed.check_data()
+            assert packed.found.extras == found.extras
+        self._extras = found.extras
+
+    def _through_formats(self, folder: Path, options: dict[str, Any]) -> None:
+        """What lies beside first, as the loader does, which reads that in a process of its own."""
+        extras = read_extras(folder, self._base)
+        self._load(folder, TARGETS, **options)
+        assert extras == self._extras
 
     def _load(self, folder: Path, targets: Sequence[LoraTarget], **options: Any) -> AdapterWeights:
         """`load_adapter`, and what it gives against another reader of the same bytes."""
@@ -220,6 +256,12 @@ def as_bytes(draft: Draft) -> bytes:
 
 
 def _nothing(at: Path) -> None: ...
+
+
+def _processor_s() -> float:
+    """Of this process and of those that it started and that are over."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def _title(case: Case) -> str:
