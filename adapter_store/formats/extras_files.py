@@ -29,6 +29,7 @@ from adapter_store.sources.source import (
 _MAX_EOS_IDS = 64
 _MAX_ID = 2**31 - 1
 _MAX_TOKEN_CHARS = 1024  # of a token with a role: it is kept with the adapter
+_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _HALVES = re.compile(r"[\ud800-\udfff]")
 _STRANGE = (AttributeError, KeyError, IndexError, TypeError, ValueError)
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -132,9 +133,10 @@ def _check_same(
             if type(token_id) is not int or not isinstance(token, str) or token_id < 0:
                 raise ValueError(f"{shown(token)} has the id {shown(token_id)}")
             if base.get(token_id) == token:
-                if not is_added and token_id in seen:
-                    raise ValueError(f"the key {shown(token)} is there twice")
-                (added if is_added else seen).add(token_id)
+                found = added if is_added else seen
+                if token_id in found:
+                    raise ValueError(f"the token {shown(token)} is there twice")
+                found.add(token_id)
                 continue
             if token_id in seen or token_id in added:
                 raise ValueError(
@@ -165,7 +167,7 @@ def _differs(where: str, token_id: int, mine: str | None, other: str | None) -> 
 
 def _added_in_config(config: Mapping[str, Any]) -> Iterable[tuple[bool, int, str]]:
     for token_id, token in _or(config.get("added_tokens_decoder"), {}).items():
-        if not (token_id.isascii() and token_id.isdigit()):
+        if not _ID.fullmatch(token_id):
             raise ValueError(f"{shown(token_id)} is no id")
         yield True, int(token_id), token["content"]
 

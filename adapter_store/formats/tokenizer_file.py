@@ -27,7 +27,9 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 # The usual forms of what there are hundreds of thousands of; others are read piece by piece.
 _S, _PLAIN = r"[ \t\n\r]*+", r'"[^"\\\x00-\x1f]*+"'
 _ENTRY = re.compile(rf"{_S}({_PLAIN}){_S}:{_S}(0|[1-9][0-9]{{0,8}}){_S},")
-_MERGE = rf"(?:{_PLAIN}|\[{_S}{_PLAIN}{_S},{_S}{_PLAIN}{_S}\])"
+_ESCAPE = r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
+_TEXT = rf'"[^"\\\x00-\x1f]*+(?:{_ESCAPE}[^"\\\x00-\x1f]*+){{0,64}}+"'
+_MERGE = rf"(?:{_TEXT}|\[{_S}{_TEXT}{_S},{_S}{_TEXT}{_S}\])"
 _MERGES = re.compile(rf"(?:{_S}{_MERGE}{_S},){{1,1000}}+")
 
 
@@ -111,9 +113,12 @@ class _Walk:
         yield from self._parts("[", "]")
 
     def pass_merges(self) -> None:
-        """Over an array of texts, or of pairs of them."""
+        """Over an array of texts, or of pairs of them. Errors: TypeError."""
         for _ in self.elements():
-            self.value()
+            merge = self.value()
+            parts = merge if isinstance(merge, list) and len(merge) == 2 else [merge]
+            if not all(isinstance(part, str) for part in parts):
+                raise TypeError(f"{shown(merge)} is no merge")
             if self.peek() == "," and (found := _MERGES.match(self._text, self._at + 1)):
                 self._at = found.end() - 1
 

@@ -99,7 +99,15 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer": '{"x": ' + "[" * 99999}, "nested too deep"),
         ({"tokenizer": json.dumps({"x": "-" * (2 << 20)})}, "a value has more than 1048576"),
         ({"tokenizer": '{"x": 1, "x": 1}'}, "the key 'x' is there twice"),
-        ({"tokenizer": '{"model": {"vocab": {"a": 0, "b": 1, "a": 0}}}'}, "key 'a' is there twice"),
+        (
+            {"tokenizer": '{"model": {"vocab": {"a": 0, "b": 1, "a": 0}}}'},
+            "token 'a' is there twice",
+        ),
+        ({"tokenizer": tokenizer(added=[*ADDED, ADDED[0]])}, "token '<end>' is there twice"),
+        (
+            {"tokenizer": tokenizer(merges=[["a", "b"], ["a", "b", "a"]])},
+            "TypeError: .* is no merge",
+        ),
         ({"tokenizer": tokenizer() + "}"}, "not valid JSON: something follows"),
         ({"tokenizer": tokenizer()[:-1]}, "not valid JSON: expecting ,, near ''"),
         ({"tokenizer": tokenizer({"a": "0"})}, "'a' has the id '0'"),
@@ -116,7 +124,7 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer_config": {"extra_special_tokens": {"x": "<x>"}}}, "id 5 is '<x>' here"),
         ({"tokenizer_config": {"extra_special_tokens": 5}}, "extra_special_tokens is no token"),
     ],
-    ids=range(30),
+    ids=range(32),
 )
 def test_another_tokenizer_is_refused(
     tmp_path: Path, base: BaseTokens, files: Any, words: str
