@@ -82,7 +82,7 @@ class TemplateSandbox:
         finally:
             self._idle.put(worker)
         if said[:1] == b"T":
-            return said[1:].decode("utf-8", "surrogatepass")
+            return said[1:].decode()
         raise TemplateFailure(said[1:].decode("utf-8", "replace"))
 
 

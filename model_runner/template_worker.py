@@ -53,6 +53,8 @@ _LENGTH = struct.Struct(">I")
 _TOO_SLOW = f"it takes more than {RENDER_S * 1000:.0f} ms"
 _TOO_SLOW_TO_COMPILE = f"it takes more than {COMPILE_S * 1000:.0f} ms to compile"
 _TOO_LONG = f"it writes more than {MAX_OUTPUT_BYTES} bytes"
+_TOO_MUCH_CODE = f"it compiles to more than {_MAX_CODE_BYTES} bytes"
+_HALF = "it writes half a character"
 _TOO_LARGE = f"it needs more than {MAX_MEMORY_BYTES >> 20} MB of memory"
 
 
@@ -221,7 +223,10 @@ def _run_child(
             _limit_time(COMPILE_S)
             if not code:
                 compiled = environment.compile(template.decode())
-                _write(pipe, _pack(b"C", marshal.dumps(compiled)))
+                made = marshal.dumps(compiled)
+                if len(made) > _MAX_CODE_BYTES:
+                    raise jinja2.TemplateError(_TOO_MUCH_CODE)
+                _write(pipe, _pack(b"C", made))
             else:
                 compiled = marshal.loads(code)
             _limit_time(COMPILE_S)
@@ -250,7 +255,10 @@ def _render(
 def _bounded(pieces: Iterator[str]) -> Iterator[bytes]:
     size = 0
     for piece in pieces:
-        raw = piece.encode("utf-8", "surrogatepass")
+        try:
+            raw = piece.encode()
+        except UnicodeEncodeError:
+            raise jinja2.TemplateError(_HALF) from None
         size += len(raw)
         if size > MAX_OUTPUT_BYTES:
             raise jinja2.TemplateError(_TOO_LONG)
@@ -280,8 +288,11 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TypeError) and "no loader" in str(error):
         return "it includes, imports or extends another template: there is none"
     line = getattr(error, "lineno", None)
-    words = f"{type(error).__name__}: {error}" + (f" (line {line})" if line else "")
-    return words.encode("utf-8", "replace").decode()[:_MAX_REASON_CHARS]
+    words = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
+    words += f" (line {line})" if line else ""
+    # One line, for answers and logs, whatever a template has raised.
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return "".join(shown)[:_MAX_REASON_CHARS]
 
 
 def _write(pipe: int, data: bytes) -> None:

@@ -89,7 +89,10 @@ HOSTILE = {
     "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     "a filter's escape": ("{{ ''|attr('__class__')|attr('mro') }}", "Undefined|Security"),
     "mutation": ("{{ messages.append(1) }}", "SecurityError"),
-    "its own refusal": ("{{ raise_exception('no\tuser') }}", "TemplateError: no\tuser"),
+    "its own refusal": ("{{ raise_exception('no\tuser') }}", r"TemplateError: no\\tuser"),
+    "words for a terminal": ("{{ raise_exception('\\x1b[31m\\ud800') }}", r": \\x1b\[31m\\ud800$"),
+    "half a character": ("{{ '\\ud800' }}", "writes half a character"),
+    "a large constant": ("{{ 'x' * 10**7 }}", "compiles to more than"),
     "size": ("{% if a %}x{% endif %}" * 11_000, "ms to compile"),
 }
 
