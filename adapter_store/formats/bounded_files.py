@@ -16,6 +16,7 @@ from typing import Any
 from adapter_store.errors import AdapterInvalid, AdapterUnavailable
 from adapter_store.regular_file import open_regular
 
+_MAX_DEPTH = 100
 _SHOWN_CHARS = 160
 _REPR = reprlib.Repr()  # does not walk all of a deep or long value
 _REPR.maxstring = _REPR.maxother = _SHOWN_CHARS
@@ -69,6 +70,7 @@ def parse_json(raw: bytes, reason: str, what: str, max_items: int) -> dict[str, 
         raise AdapterInvalid(reason, f"{what} has more than {max_items} values")
     with json_errors(reason, what):
         value = DECODER.decode(raw.decode())
+        check_depth(value)
     if not isinstance(value, dict):
         raise AdapterInvalid(reason, f"{what} is not a JSON object")
     return value
@@ -115,6 +117,18 @@ def _expect(between: re.Pattern[str], text: str, at: int) -> int:
     if found is None:
         raise json.JSONDecodeError(f"Expecting {between.pattern}", text, at)
     return found.end()
+
+
+def check_depth(value: Any) -> None:
+    """RecursionError where more than _MAX_DEPTH lists and objects lie in each other: Python's own
+    limit depends on who asks."""
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        tables = [part for part in level if isinstance(part, dict | list)]
+        if not tables:
+            return
+        level = [p for t in tables for p in (t.values() if isinstance(t, dict) else t)]
+    raise RecursionError
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

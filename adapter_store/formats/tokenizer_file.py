@@ -12,7 +12,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.bounded_files import DECODER, json_errors, shown
+from adapter_store.formats.bounded_files import DECODER, check_depth, json_errors, shown
 from adapter_store.sources.source import TOKENIZER_FILE
 
 MAX_VALUES = 5 << 19
@@ -133,6 +133,7 @@ class _Walk:
         if at == len(self._text) and not self._is_last:
             raise self._wrong("it goes on")
         self._at = at
+        check_depth(value)
         return value
 
     def end(self) -> None:

@@ -63,8 +63,9 @@ def found(folder: Path, base: BaseTokens, **files: Any) -> AdapterExtras:
         {"tokenizer_config": CONFIG, "chat_template": "base"},
         {"tokenizer_config": {"pad_token": "<end>"}},
         {"generation_config": {"max_length": 20, "transformers_version": "5"}},
+        {"generation_config": '{"x": ' + "[" * 99 + "]" * 99 + "}"},
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_what_is_the_bases_own_counts_for_nothing(
     tmp_path: Path, base: BaseTokens, files: Any
@@ -97,6 +98,8 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer": "{"}, "not valid JSON"),
         ({"tokenizer": "[" * 99999}, "not valid JSON: expecting {, near"),
         ({"tokenizer": '{"x": ' + "[" * 99999}, "nested too deep"),
+        ({"tokenizer": '{"x": ' + "[" * 101 + "]" * 101 + "}"}, "nested too deep"),
+        ({"tokenizer_config": '{"x": ' + "[" * 100 + "]" * 100 + "}"}, "nested too deep"),
         ({"tokenizer": json.dumps({"x": "-" * (2 << 20)})}, "a value has more than 1048576"),
         ({"tokenizer": '{"x": 1, "x": 1}'}, "the key 'x' is there twice"),
         (
@@ -124,7 +127,7 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer_config": {"extra_special_tokens": {"x": "<x>"}}}, "id 5 is '<x>' here"),
         ({"tokenizer_config": {"extra_special_tokens": 5}}, "extra_special_tokens is no token"),
     ],
-    ids=range(32),
+    ids=range(34),
 )
 def test_another_tokenizer_is_refused(
     tmp_path: Path, base: BaseTokens, files: Any, words: str

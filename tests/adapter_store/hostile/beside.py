@@ -1,11 +1,13 @@
 """Mutations of what lies beside the weights: tokenizer, template, defaults of sampling.
 
-`add_files` puts good ones there, of the base model that BASE_DIR is; a mutation spoils one of them.
+`write_base` makes a base model's folder, the demo's with few tokens; `add_files` puts good files of
+it into an adapter, and a mutation spoils one of them.
 Not here: what templates do when they are rendered (templates).
 """
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.model_runner.demo import BASE_DIR
 
 MUTATIONS: dict[str, Mutation] = {}
 _mutation = adder(MUTATIONS)
+NUM_TOKENS = 64
 _JSON_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, GENERATION_FILE)
 _ANY: dict[str, Any] = {"a": [1], "b": {"c": "d"}}
 
@@ -61,13 +64,25 @@ def file_bytes(said: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def write_base(folder: Path) -> Path:
+    """The base model that adapters are held against."""
+    folder.mkdir()
+    for name in (TOKENIZER_CONFIG_FILE, TEMPLATE_FILE, GENERATION_FILE):
+        shutil.copy(BASE_DIR / name, folder)
+    (folder / TOKENIZER_FILE).write_bytes(file_bytes(_base_tokenizer()))
+    return folder
+
+
 def _base_tokenizer() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(_base_text())
+    made: dict[str, Any] = json.loads(_demo_text())
+    vocab, merges = made["model"]["vocab"], made["model"]["merges"]
+    few = {token: token_id for token, token_id in vocab.items() if token_id < NUM_TOKENS}
+    made["model"] |= {"vocab": few, "merges": merges[:3]}
     return made
 
 
 @cache
-def _base_text() -> str:
+def _demo_text() -> str:
     return (BASE_DIR / TOKENIZER_FILE).read_text(encoding="utf-8")
 
 
@@ -100,12 +115,16 @@ def other_vocabulary(draft: Draft, rng: Random) -> None:
             number = vocab.pop(one)
             added[:] = [token for token in added if token["id"] != number]
         elif kind == 2:
-            vocab["\ud800" if rng.random() < 0.3 else "novel"] = rng.choice([640, 3, 2**40, 700])
+            vocab["\ud800" if rng.random() < 0.3 else "novel"] = rng.choice(
+                [NUM_TOKENS, 3, 2**40, 70]
+            )
         elif kind == 3:
             odd: list[Any] = [-1, 2.0, "2", None, True, [], {}, 1e300, 10**4000, [2], 10**50]
             vocab[one] = rng.choice(odd)
         elif kind == 4:
-            added.append({"id": rng.choice([640, 0, -1, "0", None, 1.0]), "content": "<novel>"})
+            added.append(
+                {"id": rng.choice([NUM_TOKENS, 0, -1, "0", None, 1.0]), "content": "<novel>"}
+            )
         elif kind == 5:
             del rng.choice(added)[rng.choice(["id", "content"])]
         elif kind == 6:
@@ -139,7 +158,20 @@ def other_special_tokens(draft: Draft, rng: Random) -> None:
         many = rng.choice([[value], {"x": value}, [*["<|im_end|>"] * 999, value]])
         _set(draft, rng, TOKENIZER_CONFIG_FILE, **{where: many})
     elif kind == 2:
-        ids = ["640", "-1", "x", "", "1.0", " 1", "0x1", "\u0661", "1_0", "9" * 5000, "01", "true"]
+        ids = [
+            f"{NUM_TOKENS}",
+            "-1",
+            "x",
+            "",
+            "1.0",
+            " 1",
+            "0x1",
+            "\u0661",
+            "1_0",
+            "9" * 5000,
+            "01",
+            "true",
+        ]
         token = {"content": "<|im_end|>"}
         _set(draft, rng, TOKENIZER_CONFIG_FILE, added_tokens_decoder={rng.choice(ids): token})
     else:
@@ -186,7 +218,9 @@ def key_twice_beside(draft: Draft, rng: Random) -> None:
 
 @_mutation(must_refuse=False)
 def deep_json_beside(draft: Draft, rng: Random) -> None:
-    depth = rng.choice([5, 100, 500, 900, 940, 960, 970, 975, 980, 985, 990, 1100, 20_000, 100_000])
+    depth = rng.choice(
+        [5, 98, 99, 100, 101, 500, 900, 940, 960, 970, 975, 980, 985, 990, 1100, 20_000, 100_000]
+    )
     opening, closing = rng.choice([("[", "]"), ('{"a":', "}")])
     name = rng.choice(_JSON_FILES)
     fields = {
@@ -198,7 +232,7 @@ def deep_json_beside(draft: Draft, rng: Random) -> None:
     _set(draft, rng, name, **{rng.choice(fields[name]): "@here@"})
     deep = opening * depth + "1" + closing * depth
     if name == TOKENIZER_FILE and rng.random() < 0.5:
-        deep = '{"%s": %s}' % (rng.choice(["vocab", "merges", "type"]), deep)
+        deep = f'{{"{rng.choice(["vocab", "merges", "type"])}": {deep}}}'
     draft.beside[name] = draft.beside[name].replace(b'"@here@"', deep.encode())
 
 
@@ -319,16 +353,8 @@ def sampling_that_is_none(draft: Draft, rng: Random) -> None:
     ]  # fmt: skip
     if key == "eos_token_id":
         texts = [text for text in texts if text != "[]"]
-        texts += [
-            "640",
-            "-1",
-            "2.0",
-            "[2, 640]",
-            "[2, null]",
-            "[true]",
-            f"[{'2,' * 64}2]",
-            '{"2":2}',
-        ]
+        ends = ["-1", "2.0", "[2, null]", "[true]", f"[{'2,' * 64}2]", '{"2": 2}']
+        texts += [*ends, f"{NUM_TOKENS}", f"[2, {NUM_TOKENS}]"]
     if key in ("top_p", "repetition_penalty"):
         texts += ["0", "0.0", "-0.0", "1e-400"]
     if key == "top_k":

@@ -38,14 +38,13 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterWeights, LoraTarget
 from tests.adapter_store.hostile.archives import CANARY
-from tests.adapter_store.hostile.beside import file_bytes, good_files
+from tests.adapter_store.hostile.beside import file_bytes, good_files, write_base
 from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Draft
 from tests.adapter_store.hostile.folders import Case, make_case, valid_case, whole_case, words_of
 from tests.adapter_store.hostile.oracle import ExtrasOracle
 from tests.adapter_store.hostile.watch import MeteredCache, num_open_files, status_bytes, the_eyes
 from tests.adapter_store.scripted_s3 import ScriptedS3, start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
-from tests.model_runner.demo import BASE_DIR
 
 MAX_RANK = 256
 MAX_BYTES = 4 << 30  # the host tier's default
@@ -96,11 +95,12 @@ class Bench:
             endpoint_url=s3.endpoint_url if s3 else "", region="us-east-1", access_key="key",
             secret_key="secret", attempts=1,
         )  # fmt: skip
+        base = write_base(self._root / "base")
         self._loader = AdapterLoader(
             TARGETS, torch.float32, self._cache, MAX_RANK, options, self._load, KnownContents(),
-            BASE_DIR,
+            base,
         )  # fmt: skip
-        self._base, self._oracle = BaseTokens(BASE_DIR), ExtrasOracle(BASE_DIR)
+        self._base, self._oracle = BaseTokens(base), ExtrasOracle(base)
         assert MAX_MEMORY_BYTES <= MAX_PEAK_BYTES  # of the process that reads what lies beside
         outside = write_peft_folder(self._root / "outside", 1)
         for name, said in good_files().items():
@@ -142,7 +142,7 @@ class Bench:
         self._idle, self._seconds = status_bytes("VmRSS"), 0.0
         # The cache looks at its own folder; a packed file is mapped from there.
         eyes.allowed = (
-            str(folder) + os.sep, str(self._cache.folder) + os.sep, str(BASE_DIR), *_PLACES
+            str(folder) + os.sep, str(self._cache.folder) + os.sep, str(self._root / "base"), *_PLACES
         )  # fmt: skip
         if case.draft.meanwhile is not None:
             eyes.trigger = (str(folder / WEIGHTS), lambda: case.draft.meanwhile(folder))
