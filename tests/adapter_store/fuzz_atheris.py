@@ -3,7 +3,7 @@
 Coverage of adapter_store guides it. Where it begins is made anew from the numbers of
 hostile.folders, and it ends with libFuzzer's own exit code: 0, or not 0 with the input that broke
 the reader in base64, for KEPT_INPUTS in test_hostile_folders. Needs the package atheris, which is
-for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (run.load_bytes).
+for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (inputs.load_bytes).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 NUM_SEEDS = 400
+NUM_FILES = 5  # that come before the weights
 MAX_INPUT_BYTES = 16 << 10
 LIMIT_S, LIMIT_MIB = 5, 2048
 
@@ -46,28 +47,31 @@ def search(root: Path, runs: int, seconds: int, seed: int) -> NoReturn:
     # Imported here: what is loaded before is not instrumented.
     with atheris.instrument_imports(include=["adapter_store"]):
         import_module("adapter_store.formats.peft")  # which is else imported late
-        from tests.adapter_store.hostile import run
+        from tests.adapter_store.hostile import inputs
         from tests.adapter_store.hostile.folders import make_case
+        from tests.adapter_store.hostile.good_files import write_base
 
     for part in ("corpus", "folder"):
         (root / part).mkdir()
+    base = write_base(root / "base")
     for number in range(NUM_SEEDS):
         draft = make_case(number).draft
-        if not draft.makers and len(data := run.as_bytes(draft)) <= MAX_INPUT_BYTES:
+        if not draft.makers and len(data := inputs.as_bytes(draft)) <= MAX_INPUT_BYTES:
             (root / "corpus" / str(number)).write_bytes(data)
 
     def test_one(data: bytes) -> None:
         try:
-            run.load_bytes(root / "folder", data)
+            inputs.load_bytes(root / "folder", data, base)
         except BaseException:
             print("input:", base64.b64encode(data).decode(), file=sys.stderr, flush=True)
             raise
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-        # Three times of four one part alone, with the lengths as they must be: a file that is
-        # wrong there is not read any further.
-        parts, chosen = split(data), seed % 4
-        if chosen == 3:
+        # Mostly one part alone, with the lengths as they must be: a file that is wrong there is not
+        # read any further.
+        parts = split(data)
+        chosen = seed % (len(parts) + 1)
+        if chosen == len(parts):
             return bytes(atheris.Mutate(data, max_size))
         parts[chosen] = bytes(atheris.Mutate(parts[chosen], len(parts[chosen]) + 64))
         return join(parts)[:max_size]
@@ -83,18 +87,21 @@ def search(root: Path, runs: int, seconds: int, seed: int) -> NoReturn:
 
 
 def split(data: bytes) -> list[bytes]:
-    """[config, header, tensors] of an input of `load_bytes`."""
-    middle = 4 + int.from_bytes(data[:4], "little")
-    config, weights = data[4:middle], data[middle:]
-    end = 8 + int.from_bytes(weights[:8], "little")
-    return [config, weights[8:end], weights[end:]]
+    """[config, what lies beside ..., header, tensors] of an input of `load_bytes`."""
+    parts = []
+    for _ in range(NUM_FILES):
+        end = 4 + int.from_bytes(data[:4], "little")
+        parts.append(data[4:end])
+        data = data[end:]
+    end = 8 + int.from_bytes(data[:8], "little")
+    return [*parts, data[8:end], data[end:]]
 
 
 def join(parts: list[bytes]) -> bytes:
     """The other way round."""
-    config, header, tensors = parts
-    length = len(header).to_bytes(8, "little")
-    return len(config).to_bytes(4, "little") + config + length + header + tensors
+    *files, header, tensors = parts
+    heads = (len(part).to_bytes(4, "little") + part for part in files)
+    return b"".join(heads) + len(header).to_bytes(8, "little") + header + tensors
 
 
 def _memory() -> str | None:

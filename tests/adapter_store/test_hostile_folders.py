@@ -27,11 +27,13 @@ from adapter_store.host_cache import HostCache
 from adapter_store.loader import AdapterLoader
 from adapter_store.ref import AdapterRef
 from adapter_store.sources import local, s3
-from adapter_store.sources.source import S3Options
+from adapter_store.sources.source import OPTIONAL_FILES, S3Options
 from tests.adapter_store.fuzz_atheris import join, split
 from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Random, valid_draft
-from tests.adapter_store.hostile.folders import MUTATIONS, Case, make_case, valid_case
-from tests.adapter_store.hostile.run import MAX_PEAK_BYTES, Bench, as_bytes, load_bytes
+from tests.adapter_store.hostile.folders import MUTATIONS, Case, make_case, valid_case, whole_case
+from tests.adapter_store.hostile.good_files import write_base
+from tests.adapter_store.hostile.inputs import as_bytes, load_bytes
+from tests.adapter_store.hostile.run import MAX_PEAK_BYTES, Bench
 from tests.adapter_store.scripted_s3 import start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
 
@@ -52,6 +54,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.mark.parametrize("form", ["linear", "flat", "3-D", "per expert"])
 def test_what_is_mutated_loads_unmutated(bench: Bench, form: str) -> None:
     assert bench.run(valid_case(form)).refusal == ""
+
+
+def test_all_that_an_adapter_may_bring_loads_unmutated(bench: Bench) -> None:
+    case = whole_case()
+    assert set(case.draft.beside) == set(OPTIONAL_FILES) and bench.run(case).refusal == ""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -131,13 +138,16 @@ def test_edited_bytes(bench: Bench, form: str, edits: list[tuple[str, str, float
 
 
 def test_inputs_of_the_fuzzer(tmp_path: Path) -> None:
-    for form in ("linear", "flat", "3-D", "per expert"):
-        data = as_bytes(valid_case(form).draft)
-        assert load_bytes(tmp_path, data) is None and join(split(data)) == data
-    cut = load_bytes(tmp_path, data[:-1])
+    base, folder = write_base(tmp_path / "base"), tmp_path / "a"
+    folder.mkdir()
+    forms = ("linear", "flat", "3-D", "per expert")
+    for case in (whole_case(), *(valid_case(form) for form in forms)):
+        data = as_bytes(case.draft)
+        assert load_bytes(folder, data, base) is None and join(split(data)) == data
+    cut = load_bytes(folder, data[:-1], base)
     assert cut is not None and WEIGHTS in str(cut)
     for text in KEPT_INPUTS:
-        load_bytes(tmp_path, base64.b64decode(text))
+        load_bytes(folder, base64.b64decode(text), base)
 
 
 # ---- what once went wrong, one by one

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapter_store.sources.source import OPTIONAL_FILES
-from tests.adapter_store.hostile import beside, configs, places, weights
+from tests.adapter_store.hostile import beside, configs, places, tokens, weights
 from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Draft, Mutation, Random, valid_draft
+from tests.adapter_store.hostile.good_files import add_files
 
 MUTATIONS: dict[str, Mutation] = {
     **weights.MUTATIONS,
     **configs.MUTATIONS,
     **places.MUTATIONS,
     **beside.MUTATIONS,
+    **tokens.MUTATIONS,
 }
 
 
@@ -81,13 +83,13 @@ def valid_case(form: str) -> Case:
 def whole_case() -> Case:
     """A case without a mutation, with everything that an adapter may bring."""
     draft = valid_draft(Random("whole"), "linear")
-    beside.add_files(draft, Random("whole"), *OPTIONAL_FILES)
+    add_files(draft, Random("whole"), *OPTIONAL_FILES)
     return Case(-1, (), False, draft)
 
 
 def words_of(case: Case) -> set[str]:
     """What a refusal of this case may name: files, fields, tensors."""
-    if set(case.mutations) <= set(beside.MUTATIONS):
+    if set(case.mutations) <= {*beside.MUTATIONS, *tokens.MUTATIONS}:
         return set(OPTIONAL_FILES)
     names = {CONFIG, WEIGHTS, "adapter_model.", *case.draft.config}
     names |= set(OPTIONAL_FILES) | {key for key, _ in case.draft.entries if key}

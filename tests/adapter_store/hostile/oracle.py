@@ -55,15 +55,14 @@ class ExtrasOracle:
             assert token == (said["content"] if isinstance(said, dict) else said)
         assert extras.chat_template == self._template_of(folder, config)
         self._check_sampling(_said(folder, GENERATION_FILE), extras)
-        if extras.chat_template:
-            self._render(extras)
 
     def _template_of(self, folder: Path, config: dict[str, Any]) -> str:
-        said = config.get("chat_template") or ""
-        if isinstance(said, list):
-            (said,) = [t["template"] for t in said if t["name"] == "default"]
-        if (folder / TEMPLATE_FILE).is_file():
-            said = (folder / TEMPLATE_FILE).read_bytes().decode() or said
+        path = folder / TEMPLATE_FILE
+        said = path.read_bytes().decode() if path.is_file() else ""
+        if not said and isinstance(said := config.get("chat_template") or "", list):
+            tables = [t for t in said if isinstance(t, dict)]
+            (said,) = [t["template"] for t in tables if t.get("name") == "default"]
+        assert isinstance(said, str)
         return "" if said == self._template else said
 
     def _check_sampling(self, said: dict[str, Any], extras: AdapterExtras) -> None:
@@ -78,7 +77,10 @@ class ExtrasOracle:
         assert sorted(set(ends)) == list(extras.eos_ids) and len(ends) <= 64
         assert all(type(i) is int for i in ends) and {*ends} <= {*self._ids.values()}
 
-    def _render(self, extras: AdapterExtras) -> None:
+    def render(self, extras: AdapterExtras) -> None:
+        """Errors: AssertionError if its template gives neither a text nor fair words."""
+        if not extras.chat_template:
+            return
         known = _KNOWN | dict(extras.special_tokens)
         begin = time.monotonic()
         try:

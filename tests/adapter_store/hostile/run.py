@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterUnavailable
@@ -38,21 +37,19 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterWeights, LoraTarget
 from tests.adapter_store.hostile.archives import CANARY
-from tests.adapter_store.hostile.beside import file_bytes, good_files, write_base
-from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Draft
+from tests.adapter_store.hostile.draft import WEIGHTS
 from tests.adapter_store.hostile.folders import Case, make_case, valid_case, whole_case, words_of
+from tests.adapter_store.hostile.good_files import file_bytes, good_files, write_base
+from tests.adapter_store.hostile.inputs import MAX_MESSAGE_CHARS, MAX_RANK, check_values
 from tests.adapter_store.hostile.oracle import ExtrasOracle
 from tests.adapter_store.hostile.watch import MeteredCache, num_open_files, status_bytes, the_eyes
 from tests.adapter_store.scripted_s3 import ScriptedS3, start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
 
-MAX_RANK = 256
 MAX_BYTES = 4 << 30  # the host tier's default
 MAX_PEAK_BYTES = 256 << 20
 MAX_SECONDS = 5.0
 HANG_S = 120.0
-MAX_MESSAGE_CHARS = 1500
-MAX_WARNINGS = 40
 S3_SHARE = 10  # one of so many goes through S3 too
 _ROOM = str(Path(__file__).parents[3] / "adapter_store")
 _AWS = str(Path.home() / ".aws")  # boto looks there
@@ -141,9 +138,8 @@ class Bench:
         self._extras = NO_EXTRAS
         self._idle, self._seconds = status_bytes("VmRSS"), 0.0
         # The cache looks at its own folder; a packed file is mapped from there.
-        eyes.allowed = (
-            str(folder) + os.sep, str(self._cache.folder) + os.sep, str(self._root / "base"), *_PLACES
-        )  # fmt: skip
+        own = (folder, self._cache.folder, self._root / "base")
+        eyes.allowed = (*(str(path) + os.sep for path in own), *_PLACES)
         if case.draft.meanwhile is not None:
             eyes.trigger = (str(folder / WEIGHTS), lambda: case.draft.meanwhile(folder))
         try:
@@ -153,6 +149,7 @@ class Bench:
         peak = status_bytes("VmHWM") - self._idle + self._cache.copied_bytes
         if not refusal[0] and case.draft.meanwhile is None:
             self._oracle.check(folder, self._extras)
+            self._oracle.render(self._extras)
         if eyes.strange:
             raise Fault(f"{_title(case)}: opened {eyes.strange[:3]}")
         if num_open_files() != before:
@@ -211,7 +208,7 @@ class Bench:
     def _load(self, folder: Path, targets: Sequence[LoraTarget], **options: Any) -> AdapterWeights:
         """`load_adapter`, and what it gives against another reader of the same bytes."""
         weights = load_adapter(folder, targets, **options)
-        _check_values(folder, weights)
+        check_values(folder, weights)
         return weights
 
     def _judge(self, case: Case, outcome: Outcome) -> None:
@@ -233,28 +230,6 @@ class Bench:
             raise Fault(f"{title}: took {outcome.seconds:.1f} s, {outcome.message[:200]}")
 
 
-def load_bytes(folder: Path, data: bytes) -> AdapterError | None:
-    """The format alone on two files in one: four bytes of the config's length, the config, the
-    weights. Errors: AssertionError if the load or the refusal is not as it must be."""
-    length = int.from_bytes(data[:4], "little")
-    (folder / CONFIG).write_bytes(data[4 : 4 + length])
-    (folder / WEIGHTS).write_bytes(data[4 + length :])
-    try:
-        _check_values(folder, load_adapter(folder, TARGETS, max_rank=MAX_RANK))
-    except AdapterError as error:
-        message = str(error)
-        assert message.isprintable() and len(message) < MAX_MESSAGE_CHARS, message
-        assert not isinstance(error, AdapterUnavailable), message
-        return error.with_traceback(None)
-    return None
-
-
-def as_bytes(draft: Draft) -> bytes:
-    """A draft's two files as `load_bytes` takes them."""
-    config = draft.config_bytes()
-    return len(config).to_bytes(4, "little") + config + draft.weights_bytes()
-
-
 def _nothing(at: Path) -> None: ...
 
 
@@ -266,34 +241,6 @@ def _processor_s() -> float:
 
 def _title(case: Case) -> str:
     return f"case {case.number} ({' + '.join(case.mutations) or 'valid'})"
-
-
-def _check_values(folder: Path, weights: AdapterWeights) -> None:
-    """What was loaded is what another reader finds in the same file. AssertionError if not."""
-    by_name = {target.name: target for target in TARGETS}
-    for name, factors in weights.factors.items():
-        target, r = by_name[name], factors.lora_rank
-        assert factors.a.shape[1:] == (r, target.in_features), name
-        assert factors.b.shape[1:] == (r, target.out_features), name
-        assert torch.isfinite(factors.a).all() and torch.isfinite(factors.b).all(), name
-    manifest = weights.manifest
-    assert len(manifest.warnings) <= MAX_WARNINGS, len(manifest.warnings)
-    assert all(w.isprintable() and len(w) < MAX_MESSAGE_CHARS for w in manifest.warnings)
-    config = json.loads((folder / CONFIG).read_text())
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        assert {*manifest.bound, *manifest.skipped} == set(file.keys())
-        for pair in manifest.pairs:
-            if not config.get("alpha_pattern"):
-                r = pair.lora_rank
-                divisor = r**0.5 if config.get("use_rslora") else r
-                assert abs(pair.scale * divisor - config["lora_alpha"]) <= 1e-6 * abs(
-                    config["lora_alpha"]
-                ), pair
-            if pair.layout == "plain":
-                factors = weights.factors[pair.target]
-                b = file.get_tensor(pair.b).float() * pair.scale
-                assert torch.equal(factors.a[0].float(), file.get_tensor(pair.a).float()), pair
-                assert torch.allclose(factors.b[0].T.float(), b, rtol=1e-6, atol=0), pair
 
 
 def run_cases(bench: Bench, numbers: Sequence[int], seconds: float) -> dict[str, Any]:
