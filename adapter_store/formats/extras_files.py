@@ -130,7 +130,8 @@ def _check_same(
     num_wrong = 0
     try:
         for is_added, token_id, token in tokens:
-            if type(token_id) is not int or not isinstance(token, str) or token_id < 0:
+            is_id = type(token_id) is int and 0 <= token_id <= _MAX_ID
+            if not is_id or not isinstance(token, str):
                 raise ValueError(f"{shown(token)} has the id {shown(token_id)}")
             if base.get(token_id) == token:
                 found = added if is_added else seen

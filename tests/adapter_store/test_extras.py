@@ -114,6 +114,7 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer": tokenizer() + "}"}, "not valid JSON: something follows"),
         ({"tokenizer": tokenizer()[:-1]}, "not valid JSON: expecting ,, near ''"),
         ({"tokenizer": tokenizer({"a": "0"})}, "'a' has the id '0'"),
+        ({"tokenizer": tokenizer({"a": 10**4000})}, "'a' has the id 10{17}"),
         ({"tokenizer": tokenizer([1, 2])}, "is no tokenizer: TypeError"),
         ({"tokenizer": tokenizer({"a": 0, "c": 0})}, "id 0 is both 'a' and 'c'"),
         ({"tokenizer": tokenizer(added=[{"id": 9}])}, "is no tokenizer: KeyError"),
@@ -127,7 +128,7 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer_config": {"extra_special_tokens": {"x": "<x>"}}}, "id 5 is '<x>' here"),
         ({"tokenizer_config": {"extra_special_tokens": 5}}, "extra_special_tokens is no token"),
     ],
-    ids=range(34),
+    ids=range(35),
 )
 def test_another_tokenizer_is_refused(
     tmp_path: Path, base: BaseTokens, files: Any, words: str
