@@ -2,6 +2,7 @@
 part of the content that a digest names. Not here: templates that run (tests/model_runner)."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from adapter_store.contents import KnownContents
-from adapter_store.errors import AdapterInvalid
+from adapter_store.errors import AdapterInvalid, AdapterUnavailable
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
+from adapter_store.formats import extras_process
 from adapter_store.formats.extras_files import BaseTokens, read_extras
 from adapter_store.formats.registry import load_adapter
 from adapter_store.host_cache import HostCache
@@ -196,6 +198,36 @@ def test_defaults_and_ends(tmp_path: Path, base: BaseTokens) -> None:
     assert dict(own.sampling) == {"temperature": 0.6, "top_k": 0} and own.eos_ids == (3, 4)
     greedy = found(tmp_path / "b", base, generation_config={"do_sample": False, "eos_token_id": 3})
     assert dict(greedy.sampling) == {"temperature": 0} and greedy.eos_ids == (3,)
+
+
+# ---- in a process of its own
+
+
+def test_what_unfolds_is_read_in_little_memory(tmp_path: Path, base: BaseTokens) -> None:
+    """Its text alone, as Python holds it, and its merges are more than that process may take."""
+    assert extras_process.MAX_MEMORY_BYTES == 256 << 20
+    merges = '"\U0001f600",' * 2_600_000
+    text = tokenizer(merges=["@"]).replace('"@"', merges + '""')
+    folder = write(tmp_path / "a", tokenizer=text)
+    assert extras_process.read_extras_apart(folder, tmp_path / "base") == NO_EXTRAS
+
+
+def test_a_base_that_cannot_be_read_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", tokenizer=tokenizer())
+    bad = write(tmp_path / "bad", tokenizer="{")
+    with pytest.raises(
+        AdapterUnavailable, match="of the base model: .*tokenizer.json is not valid"
+    ):
+        extras_process.read_extras_apart(folder, bad)
+
+
+def test_too_much_time_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel ends it; other ends are not the adapter's fault."""
+    for kind, error in ((signal.SIGXCPU, AdapterInvalid), (signal.SIGKILL, AdapterUnavailable)):
+        code = f"import os; os.kill(os.getpid(), {kind.value})"
+        monkeypatch.setattr(extras_process, "_CODE", code)
+        with pytest.raises(error, match="beside the weights"):
+            extras_process.read_extras_apart(tmp_path, None)
 
 
 def test_nothing_is_compared_where_the_base_has_no_tokenizer(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def _said(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _ids_of(tokenizer: dict[str, Any]) -> dict[str, int]:
-    vocab = tokenizer["model"]["vocab"]
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocab, list):
         vocab = {pair[0]: token_id for token_id, pair in enumerate(vocab)}
-    return vocab | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    added = tokenizer.get("added_tokens") or []
+    return vocab | {token["content"]: token["id"] for token in added}
