@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-import kernels.paged_attention as attention
+import kernels.paged_attention_torch as attention
 import kernels.sample_token
 import kernels.worklist
 import model_runner.execution.runner as runner
@@ -241,9 +241,9 @@ GUARDS = [
                  "position - self.window + 1", "position",
                  id="pages that a window still reads"),
     pytest.param(what_fell_out_of_a_window_is_not_felt, attention, "_attend_single",
-                 "_first_key(length - 1, window, chunked)", "0", id="window of a decode"),
+                 "first_key(length - 1, window, chunked)", "0", id="window of a decode"),
     pytest.param(what_fell_out_of_a_window_is_not_felt, attention, "_attend_row",
-                 "low = _first_key(start, window, chunked)",
+                 "low = first_key(start, window, chunked)",
                  "window, low = 0, 0", id="window of a chunk"),
     pytest.param(strange_slots_are_not_felt, kernels.worklist, "slot_groups",
                  "if 0 <= s < num_slots", "if s < num_slots", id="slot -1 of others"),
