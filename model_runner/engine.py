@@ -8,19 +8,19 @@ import dataclasses
 import itertools
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from adapter_store.errors import AdapterUnavailable
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from kernels.op import compiled_kernels, references_only
+from model_runner.answers import Answers
 from model_runner.arrivals import Arrivals
 from model_runner.assembly import assemble
 from model_runner.config import EngineConfig
 from model_runner.execution.runner import PendingStep, ScoreSink
 from model_runner.execution.sampler import TokenMask
-from model_runner.outputs import adapter_error, find_fault, make_failure, make_news
+from model_runner.outputs import find_fault, make_failure
 from model_runner.request import (
     Completion,
     ErrorCode,
@@ -28,10 +28,8 @@ from model_runner.request import (
     Request,
     RequestOutput,
     SamplingParams,
-    TokenLogprobs,
 )
 from model_runner.scheduling.batch import ScheduledBatch
-from model_runner.scheduling.scheduler import Update
 from model_runner.scheduling.sequence import Sequence as Life
 from model_runner.stats import EngineStats
 from model_runner.warm_up import warm_up_prompts
@@ -57,23 +55,16 @@ class Engine:
         self._host_cache = parts.host_cache
         on_cpu = self.device.type == "cpu"
         self._look_ahead = (not on_cpu) if config.look_ahead is None else config.look_ahead
-        self._lives: dict[str, list[Life]] = {}
-        self._arrivals = Arrivals(self.store)
+        self._arrivals, self._answers = Arrivals(self.store), Answers()
         self._modest: dict[str, Request] = {}  # nobody is evicted for them; not all have entered
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
-        self._scores: dict[int, list[TokenLogprobs]] = {}  # of prompts, as far as they have come
-        self._outputs: list[RequestOutput] = []
         self._pending: PendingStep | None = None
         self._ids = itertools.count()
         self._seeds = itertools.count(
             config.seed if config.seed is not None else int.from_bytes(os.urandom(6), "little")
         )
-        self._counts, self._finished, self._by_tenant = (
-            Counter[str](),
-            Counter[str](),
-            Counter[str](),
-        )
+        self._num_steps = self._num_sampled = 0
         self._last_step = time.monotonic()
         self._compiles_before = len(compiled_kernels())
         self.runner.warm_up()
@@ -92,7 +83,7 @@ class Engine:
         if refusal is not None:
             n = getattr(request.sampling, "n", None)
             indices = request.indices if isinstance(n, int) and 1 <= n <= 128 else (0,)
-            self._outputs += [make_failure(request, i, *refusal) for i in indices]
+            self._answers.add([make_failure(request, i, *refusal) for i in indices])
             return
         self._modest.pop(request.request_id, None)  # an earlier one's, which was aborted
         if request.adapter is None:
@@ -109,16 +100,16 @@ class Engine:
         """End a request (or one of its sequences) now, silently but for a last output. Unknown ids
         are ignored."""
         if request_id in self._arrivals:
-            self._outputs += self._arrivals.abort(request_id, index)
+            self._answers.add(self._arrivals.abort(request_id, index))
             return
-        for life in list(self._lives.get(request_id, ())):
+        for life in self._answers.of(request_id):
             if index is not None and life.index != index:
                 continue
             adapter = life.request.adapter
             if adapter is not None and not life.has_entered:
                 self.store.forget(adapter)
             if self.scheduler.abort(life.seq_id):
-                self._finish(life, FinishReason.ABORT)
+                self._answers.finish(life, FinishReason.ABORT)
 
     def load_adapters(self, refs: Iterable[AdapterRef], timeout_s: float = 600.0) -> None:
         """Bring adapters into their slots before the first request. Blocks. Errors: the
@@ -142,7 +133,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do or to tell."""
-        return bool(self._lives or self._arrivals or self._outputs or self._pending)
+        return bool(self._answers or self._arrivals or self._pending)
 
     @property
     def is_stepping(self) -> bool:
@@ -160,25 +151,22 @@ class Engine:
         launched = None
         if batch is not None:
             launched = self.runner.launch(batch, self._sinks_of(batch) if self._sinks else None)
-            self._counts["steps"] += 1
+            self._num_steps += 1
         if self._look_ahead:
             due, self._pending = self._pending, launched
         else:
             due = launched
         if due is not None:
             tokens, logprobs = due.wait()
-            self._counts["sampled"] += len(tokens)
+            self._num_sampled += len(tokens)
             for row, found in due.read_prompts() if due.batch.prompt_scores else ():
-                seq_id = due.batch.seq_ids[row]
-                if seq_id in self._scores:  # else it has ended
-                    self._scores[seq_id] += found
+                self._answers.add_scores(due.batch.seq_ids[row], found)
             for update in self.scheduler.commit(due.batch, tokens):
-                self._tell(update, logprobs)
+                self._answers.tell(update, logprobs)
         for update in self.scheduler.take_failures():
-            self._tell(update, None)
+            self._answers.tell(update, None)
         self._last_step = time.monotonic()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._answers.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Run requests to their end. Gives one Completion for each sequence, in the order of
@@ -187,18 +175,9 @@ class Engine:
         found: dict[tuple[str, int], Completion] = {}
         for request in requests:
             self.submit(request)
-        while self.has_work:
-            outputs = self.step()
-            for o in outputs:
-                c = found.setdefault((o.request_id, o.index), Completion(o.request_id, o.index))
-                c.token_ids += o.new_token_ids
-                c.logprobs += o.logprobs
-                c.prompt_logprobs += o.prompt_logprobs
-                c.num_cached_tokens = o.num_cached_tokens
-                if o.finish_reason is not None:
-                    c.finish_reason, c.error_code, c.error = o.finish_reason, o.error_code, o.error
-            if not outputs and not self.is_stepping:
-                time.sleep(0.001)
+        for output in self._run():
+            key = output.request_id, output.index
+            found.setdefault(key, Completion(*key)).add(output)
         order = [r.request_id for r in requests]
         return sorted(found.values(), key=lambda c: (order.index(c.request_id), c.index))
 
@@ -221,12 +200,17 @@ class Engine:
             sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
             self._score_sinks[name] = sink
             self.submit(Request(name, token_ids, sampling, adapter))
+        for output in self._run():
+            if output.finish_reason is not None:
+                self._score_sinks.pop(output.request_id)
+                done(int(output.request_id.removeprefix("score-")), output.error)
+        self._sinks.clear()
+
+    def _run(self) -> Iterator[RequestOutput]:
+        """All outputs until nothing is left to do. Blocks."""
         while self.has_work:
             outputs = self.step()
-            for o in outputs:
-                if o.finish_reason is not None:
-                    self._score_sinks.pop(o.request_id)
-                    done(int(o.request_id.removeprefix("score-")), o.error)
+            yield from outputs
             if not outputs and not self.is_stepping:
                 time.sleep(0.001)
 
@@ -242,15 +226,15 @@ class Engine:
         the device."""
         scheduler, pool, store = self.scheduler, self.pool, self.store.stats()
         return EngineStats(
-            num_steps=self._counts["steps"],
-            sampled_tokens=self._counts["sampled"],
-            delivered_tokens=self._counts["delivered"],
+            num_steps=self._num_steps,
+            sampled_tokens=self._num_sampled,
+            delivered_tokens=self._answers.num_delivered,
             discarded_tokens=scheduler.num_discarded,
             replayed_tokens=scheduler.num_replayed,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
             preemptions=scheduler.num_preemptions,
-            finished=dict(self._finished),
+            finished=dict(self._answers.finished),
             loads=store.loads,
             load_seconds=store.load_seconds,
             load_failures=store.failures,
@@ -266,7 +250,7 @@ class Engine:
             slots_in_use=store.slots_in_use,
             num_slots=store.num_slots,
             resident=store.resident,
-            by_tenant=dict(self._by_tenant),
+            by_tenant=dict(self._answers.by_tenant),
             distinct_experts=self.runner.distinct_experts() if count_experts else 0.0,
             compiles=len(compiled_kernels()) - self._compiles_before,
             step_age_s=time.monotonic() - self._last_step if self.has_work else 0.0,
@@ -301,7 +285,7 @@ class Engine:
 
     def _find_fault(self, request: Request) -> tuple[ErrorCode, str] | None:
         s = request.sampling
-        if request.request_id in self._lives or request.request_id in self._arrivals:
+        if request.request_id in self._answers or request.request_id in self._arrivals:
             return ErrorCode.BAD_REQUEST, f"request_id {request.request_id!r} is already running"
         fault = find_fault(request, self.model_config.vocab_size, self.max_len)
         if fault is not None:
@@ -327,14 +311,14 @@ class Engine:
         if not self._arrivals:
             return
         arrived, outputs = self._arrivals.poll()
-        self._outputs += outputs
+        self._answers.add(outputs)
         for arrival in arrived:
             self._admit(arrival.request, arrival.indices, arrival.submitted_s)
 
     def _refuse_modest(self) -> None:
         """Requests that nobody is evicted for, where their adapter finds no room by itself."""
         for request_id, request in list(self._modest.items()):
-            lives = [life for life in self._lives.get(request_id, ()) if not life.has_entered]
+            lives = [life for life in self._answers.of(request_id) if not life.has_entered]
             ref = lives[0].request.adapter if lives else request.adapter
             assert ref is not None
             if not lives and request_id not in self._arrivals:
@@ -342,67 +326,21 @@ class Engine:
             elif (why := self._find_no_room(ref)) is not None:
                 del self._modest[request_id]
                 if request_id in self._arrivals:
-                    self._outputs += self._arrivals.refuse(request_id, why)
+                    self._answers.add(self._arrivals.refuse(request_id, why))
                 for life in lives:
                     self.store.forget(ref)
                     self.scheduler.abort(life.seq_id)
-                    self._finish(life, FinishReason.ERROR, error=why)
+                    self._answers.finish(life, FinishReason.ERROR, error=why)
 
     def _admit(self, request: Request, indices: Iterable[int], submitted_s: float) -> None:
         seed = request.sampling.seed if request.sampling.seed is not None else next(self._seeds)
-        lives = self._lives[request.request_id] = []
         for index in indices:
             life = Life(next(self._ids), request, index, seed)
             life.submitted_s = submitted_s
-            lives.append(life)
             if request.request_id in self._score_sinks:
                 self._sinks[life.seq_id] = self._score_sinks[request.request_id]
-            if request.sampling.prompt_logprobs is not None:
-                self._scores[life.seq_id] = []
+            self._answers.open(life)
             self.scheduler.add(life)
-
-    def _tell(self, update: Update, logprobs: tuple[TokenLogprobs | None, ...] | None) -> None:
-        life, token = update.seq, update.token
-        if token is not None:
-            found = logprobs[update.sample_idx] if logprobs is not None else None
-            self._counts["delivered"] += 1
-            self._by_tenant[life.request.tenant_id] += 1
-            if update.finish_reason is None:
-                scores = self._scores.pop(life.seq_id, ()) if self._scores else ()
-                logprob = (found,) if found else ()
-                news = make_news(life, (token,), logprob, prompt_logprobs=tuple(scores))
-                self._outputs.append(news)
-                return
-            self._finish(life, update.finish_reason, (token,), (found,) if found else ())
-            return
-        assert update.finish_reason is not None
-        if update.error is not None:
-            self._finish(life, FinishReason.ERROR, error=adapter_error(update.error))
-        elif update.finish_reason is FinishReason.ERROR:
-            self._finish(
-                life,
-                FinishReason.ERROR,
-                error=(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"),
-            )
-        else:
-            self._finish(life, update.finish_reason)
-
-    def _finish(
-        self,
-        life: Life,
-        reason: FinishReason,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        error: tuple[ErrorCode, str] | None = None,
-    ) -> None:
-        self._finished[str(reason)] += 1
-        scores = tuple(self._scores.pop(life.seq_id, ()))
-        self._outputs.append(make_news(life, tokens, logprobs, reason, error, scores))
-        self._sinks.pop(life.seq_id, None)
-        lives = self._lives[life.request.request_id]
-        lives.remove(life)
-        if not lives:
-            del self._lives[life.request.request_id]
 
     def _sinks_of(self, batch: ScheduledBatch) -> dict[int, ScoreSink]:
         """Batch row -> where its logits go, for the rows that are scored."""
@@ -421,7 +359,6 @@ class Engine:
             self.generate(prompts)
         self.arena.watched_slots.discard(-1)
         self.pool.prefix_cache = cached
-        self._counts.clear()
-        self._finished.clear()
-        self._by_tenant.clear()
+        self._num_steps = self._num_sampled = 0
+        self._answers.forget_counts()
         self.scheduler.forget_counts()
