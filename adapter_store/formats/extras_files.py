@@ -32,6 +32,11 @@ _MAX_TOKEN_CHARS = 1024  # of a token with a role: it is kept with the adapter
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _HALVES = re.compile(r"[\ud800-\udfff]")
 _STRANGE = (AttributeError, KeyError, IndexError, TypeError, ValueError)
+_NAMED_TOKENS = (  # lists of tokens, or tables by their names
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "model_specific_special_tokens",
+)
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -176,7 +181,7 @@ def _added_in_config(config: Mapping[str, Any]) -> Iterable[tuple[bool, int, str
 def _named_tokens(config: Mapping[str, Any]) -> list[str]:
     """Tokens that a tokenizer_config.json gives a role to."""
     given = list(_roles(config).values())
-    for key in ("additional_special_tokens", "extra_special_tokens"):
+    for key in _NAMED_TOKENS:
         value = _or(config.get(key), [])
         if not isinstance(value, list | dict):
             raise _no_token(key, value)

@@ -128,9 +128,13 @@ def test_what_is_the_bases_own_counts_for_nothing(
         ({"tokenizer_config": {"eos_token": 5}}, "eos_token is no token: 5"),
         ({"tokenizer_config": {"pad_token": "\ud800"}}, r"pad_token is no token: '\\ud800'"),
         ({"tokenizer_config": {"extra_special_tokens": {"x": "<x>"}}}, "id 5 is '<x>' here"),
+        (
+            {"tokenizer_config": {"model_specific_special_tokens": {"x": "<x>"}}},
+            "id 5 is '<x>' here",
+        ),
         ({"tokenizer_config": {"extra_special_tokens": 5}}, "extra_special_tokens is no token"),
     ],
-    ids=range(35),
+    ids=range(36),
 )
 def test_another_tokenizer_is_refused(
     tmp_path: Path, base: BaseTokens, files: Any, words: str

@@ -27,6 +27,9 @@ from tests.adapter_store.hostile.templates import make_template
 
 MUTATIONS: dict[str, Mutation] = {}
 _mutation = adder(MUTATIONS)
+_NAMED_TOKENS = tuple(
+    f"{kind}_special_tokens" for kind in ("additional", "extra", "model_specific")
+)
 
 
 @_mutation()
@@ -82,7 +85,7 @@ def other_special_tokens(draft: Draft, rng: Random) -> None:
         role = rng.choice(["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
         set_fields(draft, rng, TOKENIZER_CONFIG_FILE, **{f"{role}_token": value})
     elif kind == 1:
-        where = rng.choice(["additional_special_tokens", "extra_special_tokens"])
+        where = rng.choice(_NAMED_TOKENS)
         many = rng.choice([[value], {"x": value}, [*["<|im_end|>"] * 999, value]])
         set_fields(draft, rng, TOKENIZER_CONFIG_FILE, **{where: many})
     elif kind == 2:
