@@ -124,8 +124,8 @@ class _Walk:
 
     def value(self) -> Any:
         """All of what begins here."""
-        self._fill()
         self.peek()
+        self._fill()
         try:
             value, at = DECODER.raw_decode(self._text, self._at)
         except JSONDecodeError as error:
@@ -143,6 +143,7 @@ class _Walk:
 
     def _keys(self) -> Iterator[str]:
         for _ in self._parts("{", "}"):
+            self.peek()
             self._fill()
             self._take('"')
             try:

@@ -59,6 +59,11 @@ def found(folder: Path, base: BaseTokens, **files: Any) -> AdapterExtras:
         {},
         {"tokenizer": tokenizer()},
         {"tokenizer": tokenizer(merges=["a b"]), "tokenizer_config": CONFIG},  # other bytes
+        {
+            "tokenizer": tokenizer().replace(
+                '"merges": ', '"x":' + " " * 500_000 + f'"{"x" * 800_000}", "merges": '
+            )
+        },
         {"tokenizer": tokenizer({"<pad>": 4, "ab": 2, "b": 1, "a": 0, "<end>": 3})},
         {"tokenizer": tokenizer([["a", 0], ["b", -1], ["ab", -2]], type="Unigram")},
         {"tokenizer_config": CONFIG | {"added_tokens_decoder": {"3": {"content": "<end>"}}}},
@@ -67,7 +72,7 @@ def found(folder: Path, base: BaseTokens, **files: Any) -> AdapterExtras:
         {"generation_config": {"max_length": 20, "transformers_version": "5"}},
         {"generation_config": '{"x": ' + "[" * 99 + "]" * 99 + "}"},
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_the_bases_own_counts_for_nothing(
     tmp_path: Path, base: BaseTokens, files: Any
