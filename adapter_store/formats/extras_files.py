@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,17 @@ class BaseTokens:
 
     @cached_property
     def template(self) -> str:
-        """Its chat template, "" = none."""
-        return _template_of(self.read(TEMPLATE_FILE), self.config)
+        """Its chat template, "" = none, or none that an adapter could bring as well."""
+        with suppress(AdapterInvalid):
+            return _template_of(self.read(TEMPLATE_FILE), self.config)
+        return ""
+
+    @cached_property
+    def roles(self) -> Mapping[str, str]:
+        """`bos_token` and the like -> token."""
+        with suppress(AdapterInvalid):
+            return _roles(self.config)
+        return {}
 
     def read(self, name: str) -> bytes:
         """A file's bytes; none if it is not there."""
@@ -234,7 +244,7 @@ def _chat_part(
         words = f"{TOKENIZER_CONFIG_FILE}: chat_template has more than {most} bytes"
         raise AdapterInvalid("chat_template", words)
     roles = _roles(config)
-    if template == base.template and roles.items() <= _roles(base.config).items():
+    if template == base.template and roles.items() <= base.roles.items():
         return {}
     return {"chat_template": template, "special_tokens": tuple(sorted(roles.items()))}
 

@@ -173,6 +173,22 @@ def test_a_template_and_its_tokens(tmp_path: Path, base: BaseTokens) -> None:
     [
         ({"tokenizer_config": {"chat_template": 5}}, "chat_template", "is no text: 5"),
         ({"tokenizer_config": {"chat_template": "x" * 300_000}}, "chat_template", "262144 bytes"),
+        ({"tokenizer_config": {"chat_template": "x\ud800"}}, "chat_template", "half a character"),
+        (
+            {"tokenizer_config": {"chat_template": [{"name": "rag", "template": "x"}]}},
+            "chat_template",
+            "names 0 of its templates default",
+        ),
+        (
+            {"tokenizer_config": {"chat_template": [{"name": {}}, *[{"name": "default"}] * 2]}},
+            "chat_template",
+            "names 2 of its templates default",
+        ),
+        (
+            {"generation_config": '{"top_p": ' + "[" * 99 + "]" * 99 + "}"},
+            "config",
+            "top_p must be",
+        ),
         ({"chat_template": "x" * 300_000}, "file", "chat_template.jinja has 300000 bytes"),
         ({"generation_config": {"top_p": 2}}, "config", "top_p must be a number in .*, not 2"),
         ({"generation_config": {"top_p": 0}}, "config", "top_p"),
@@ -184,7 +200,7 @@ def test_a_template_and_its_tokens(tmp_path: Path, base: BaseTokens) -> None:
         ({"generation_config": {"eos_token_id": [[]]}}, "config", "generation_config.json"),
         ({"generation_config": []}, "config", "not a JSON object"),
     ],
-    ids=range(12),
+    ids=range(16),
 )
 def test_other_files_that_are_refused(
     tmp_path: Path, base: BaseTokens, files: Any, reason: str, words: str
@@ -207,6 +223,13 @@ def test_defaults_and_ends(tmp_path: Path, base: BaseTokens) -> None:
     assert dict(own.sampling) == {"temperature": 0.6, "top_k": 0} and own.eos_ids == (3, 4)
     greedy = found(tmp_path / "b", base, generation_config={"do_sample": False, "eos_token_id": 3})
     assert dict(greedy.sampling) == {"temperature": 0} and greedy.eos_ids == (3,)
+
+
+def test_an_odd_base_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    odd = {"chat_template": [{"name": "rag", "template": "x"}], "eos_token": 5}
+    odd_base = write(tmp_path / "odd", tokenizer=tokenizer(), tokenizer_config=odd)
+    files = {"chat_template": "own", "tokenizer_config": CONFIG}
+    assert found(tmp_path / "a", BaseTokens(odd_base), **files).chat_template == "own"
 
 
 # ---- in a process of its own
