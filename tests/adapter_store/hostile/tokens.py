@@ -3,7 +3,6 @@
 Not here: their form as files (beside), what templates do when they are rendered (templates).
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from adapter_store.sources.source import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
-from tests.adapter_store.hostile.draft import MIB, Draft, Mutation, Random, adder
+from tests.adapter_store.hostile.draft import Draft, Mutation, Random, adder
 from tests.adapter_store.hostile.good_files import (
     NUM_TOKENS,
     add_files,
@@ -114,29 +113,30 @@ def other_special_tokens(draft: Draft, rng: Random) -> None:
 def large_tokenizer(draft: Draft, rng: Random) -> None:
     """Just below and above what is read, and what unfolds."""
     most = OPTIONAL_FILES[TOKENIZER_FILE]
-    text = json.dumps(base_tokenizer())
+    raw = file_bytes(base_tokenizer())
     num = rng.choice([100_000, 800_000, 1_290_000, 2_600_000])
-    face = rng.choice(
-        ["", "\xe9", "\u0101", "\U0001f600"]
-    )  # one decides what a text's letters take
-    vocab, merges, end = '"vocab": {', '"merges": [', "}}"
-    many: dict[str, Callable[[], str]] = {
-        vocab: lambda: "".join(f'"{face}{i:x}":{i},' for i in range(min(num, 1_500_000))),
-        merges: lambda: rng.choice([f'["{face}a","b"],', f'"a {face}",', "[[]],", "{},"]) * num,
-        '"added_tokens": [': lambda: '{"id":3,"content":"!"},' * (num // 2),
-        '"model": {': lambda: "".join(f'"{i}":{{}},' for i in range(num)),
-        "{": lambda: f'"{face}x":"' + rng.choice(["x", "\\n", "\\ud83d"]) * (num * 5) + '",',
-        "[": lambda: '"' + "x" * num + face + '",',
+    # One of these decides how many bytes Python takes for each letter of a text.
+    face = rng.choice(["", "\xe9", "\u0101", "\U0001f600"]).encode()
+    merge = rng.choice([b'["%sa","b"],' % face, b'"a %s",' % face, b"[[]],", b"{},"])
+    letter = rng.choice([b"x", b"\\n", b"\\ud83d"])
+    many: dict[bytes, Callable[[], bytes]] = {
+        b'"vocab": {': lambda: b"".join(
+            b'"%s%x":%d,' % (face, i, i) for i in range(min(num, 1_500_000))
+        ),
+        b'"merges": [': lambda: merge * num,
+        b'"added_tokens": [': lambda: b'{"id":3,"content":"!"},' * (num // 2),
+        b'"model": {': lambda: b"".join(b'"%d":{},' % i for i in range(min(num, 1_500_000))),
+        b"{": lambda: b'"%sx":"%s",' % (face, letter * (num * 5)),
+        b"[": lambda: b'"%s%s",' % (b"x" * num, face),
     }
-    where = rng.choice([*many, end, " "])
-    if where == end:
-        text += rng.choice([" ", "\n"]) * (most - len(text) - rng.choice([-1, 0, 1]))
-    elif where == " ":
-        text = text.replace(": ", ":" + " " * rng.choice([5000, 40_000]))
+    where = rng.choice([*many, b"}}", b" "])
+    if where in many:
+        raw = raw.replace(where, where + many[where](), 1)
+    elif where == b" ":
+        raw = raw.replace(b": ", b":" + b" " * rng.choice([5000, 40_000]))
     else:
-        text = text.replace(where, where + many[where](), 1)
-    raw = text.encode()
-    draft.beside[TOKENIZER_FILE] = raw if len(raw) < most + MIB else raw[: most + 1]
+        raw += rng.choice([b" ", b"\n"]) * (most - len(raw) - rng.choice([-1, 0, 1]))
+    draft.beside[TOKENIZER_FILE] = raw[: most + 1]
 
 
 @_mutation()
