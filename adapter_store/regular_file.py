@@ -14,9 +14,9 @@ from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavail
 def open_regular(path: Path) -> int:
     """Open a file for reading and return its descriptor; the caller closes it.
 
-    Errors:  AdapterInvalid("file") for a link, folder, pipe or device: a link could lead out of the
-             adapter's folder. AdapterNotFound if there is none, AdapterUnavailable if it cannot be
-             read.
+    Errors:  AdapterInvalid("file") for a link, folder, pipe, socket or device: a link could lead
+             out of the adapter's folder. AdapterNotFound if there is none, AdapterUnavailable if it
+             cannot be read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -27,6 +27,8 @@ def open_regular(path: Path) -> int:
         if error.errno == errno.ELOOP:
             what = f"{path.name} is a symbolic link; put the file itself there"
             raise AdapterInvalid("file", what) from None
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device that is not there
+            raise AdapterInvalid("file", f"{path.name} is not a regular file") from None
         raise AdapterUnavailable(f"{path.name}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

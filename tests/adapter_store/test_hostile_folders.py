@@ -33,6 +33,7 @@ from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Random, valid_dra
 from tests.adapter_store.hostile.folders import MUTATIONS, Case, make_case, valid_case, whole_case
 from tests.adapter_store.hostile.good_files import write_base
 from tests.adapter_store.hostile.inputs import as_bytes, load_bytes
+from tests.adapter_store.hostile.places import make_socket
 from tests.adapter_store.hostile.run import MAX_PEAK_BYTES, Bench
 from tests.adapter_store.scripted_s3 import start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
@@ -183,7 +184,7 @@ def test_a_link_to_a_good_file_is_refused(store: Store, tmp_path: Path, name: st
     assert refusal.reason == "file" and name in str(refusal) and "link" in str(refusal)
 
 
-@pytest.mark.parametrize("put", [os.mkfifo, lambda at: at.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("put", [os.mkfifo, make_socket, lambda at: at.symlink_to("/dev/zero")])
 def test_what_is_put_in_a_files_place_is_not_waited_for(
     store: Store, tmp_path: Path, put: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def special_maker(rng: Random, name: str) -> Maker:
     where = [f"../outside/{name}", "nowhere", name, "/dev/zero", "/dev/stdin", "/etc/passwd", ".."]
     link = partial(_link, to=rng.choice([*where, f"../outside/../outside/{name}"]))
     device = partial(_device, minor=rng.choice([3, 5]))
-    others: list[Maker] = [os.mkfifo, _socket, os.mkdir, _full_folder, device]
+    others: list[Maker] = [os.mkfifo, make_socket, os.mkdir, _full_folder, device]
     return link if rng.random() < 0.5 else rng.choice(others)
 
 
@@ -45,7 +45,7 @@ def no_files(draft: Draft, rng: Random) -> None:
     draft.makers[name] = special_maker(rng, name)
 
 
-def _socket(at: Path) -> None:
+def make_socket(at: Path) -> None:
     """A socket's path is short, so it is made from inside the folder."""
     with socket.socket(socket.AF_UNIX) as made:
         here = os.open(at.parent, os.O_RDONLY)
@@ -79,7 +79,7 @@ def odd_neighbours(draft: Draft, rng: Random) -> None:
             '{"weight_map": {"a": "../outside/adapter_model.safetensors"}}'
         ),
         "model.ckpt": archives.write_zip_bomb,
-        "a\nb\x1b[31m.bin": _socket,
+        "a\nb\x1b[31m.bin": make_socket,
         os.fsdecode(b"\xff\xfe.safetensors"): os.mkdir,
         "x" * 250 + ".pt": lambda at: at.write_bytes(b""),
         "configuration.py": lambda at: at.write_text("raise SystemExit"),
