@@ -69,7 +69,7 @@ def make_case(number: int, only: str | None = None) -> Case:
     MUTATIONS[first].apply(draft, rng)
     for name in chosen[1:]:
         # What one mutation spoiled, the next may not find any more.
-        with suppress(IndexError, KeyError, TypeError, ValueError):
+        with suppress(LookupError, TypeError, ValueError, AttributeError, RecursionError):
             MUTATIONS[name].apply(draft, rng)
     must_refuse = len(chosen) == 1 and MUTATIONS[first].must_refuse
     return Case(number, tuple(chosen), must_refuse, draft)
