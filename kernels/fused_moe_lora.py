@@ -19,7 +19,7 @@ from kernels.lora_decode import add_pairs
 from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
 from kernels.moe_gate import build_worklist, slot_groups
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.tiling import MAX_LORA_RANK, gpu_name, moe_block_m, tiles_for
 
 MAX_TARGETS = 3
@@ -168,6 +168,7 @@ def add_lora(
     assert 1 <= num_targets <= MAX_TARGETS and num_targets == len(ys), (num_targets, len(ys))
     assert x.dtype == tables.memory.dtype, (x.dtype, tables.memory.dtype)
     assert x.stride(1) == 1 and all(y.stride(1) == 1 for y in ys), "columns must lie side by side"
+    require_contiguous(weights=weights)
     if not num_rows:
         return
     in_, max_rank, gpu = x.shape[1], tables.max_rank, gpu_name(x.device)

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import LoraTables
-from kernels.op import AotSpec
+from kernels.op import AotSpec, require_contiguous
 from kernels.overlap import can_overlap, follow
 from kernels.tiling import gpu_name, power_of_two, tiles_for
 
@@ -195,6 +195,7 @@ def _expand(ys: tuple[Tensor, ...], lora: Shrunk, weights: Tensor | None) -> Non
     tables, tiles, num_rows = lora.tables, lora.tiles, lora.num_rows
     assert len(ys) == len(lora.targets), (len(ys), lora.targets)
     assert all(y.stride(1) == 1 for y in ys), "columns must lie side by side"
+    require_contiguous(weights=weights)
     if not num_rows:
         return
     num_n = [triton.cdiv(y.shape[1], tiles.block_n) for y in ys]
