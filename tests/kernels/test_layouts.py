@@ -6,6 +6,7 @@ Not here: what lies in far memory by its nature (test_far_memory.py).
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -36,16 +37,16 @@ def layouts(value: object) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 
 def smallest_cases(op: Op) -> dict[tuple[str, str], Inputs]:
-    """For each tensor argument and way to lay it out, the smallest inputs that allow it."""
+    """For each tensor argument and way to lay it out, the smallest inputs that allow it: of the
+    first small cases, among which every op has all its arguments."""
     found: dict[tuple[str, str], tuple[int, Inputs]] = {}
-    for case in op.cases():
-        if case.small:
-            inputs = case.make("cpu", torch.float32, 6)
-            size = sum(x.numel() for x in inputs.values() if isinstance(x, Tensor))
-            for name, value in inputs.items():
-                for way, _ in layouts(value):
-                    if (name, way) not in found or size < found[name, way][0]:
-                        found[name, way] = size, inputs
+    for case in islice((case for case in op.cases() if case.small), 3):
+        inputs = case.make("cpu", torch.float32, 6)
+        size = sum(x.numel() for x in inputs.values() if isinstance(x, Tensor))
+        for name, value in inputs.items():
+            for way, _ in layouts(value):
+                if (name, way) not in found or size < found[name, way][0]:
+                    found[name, way] = size, inputs
     return {key: inputs for key, (_, inputs) in found.items()}
 
 
