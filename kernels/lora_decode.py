@@ -67,8 +67,9 @@ def decode_tiles(num_rows: int, in_: int, out: int, max_rank: int, gpu: str) -> 
 
     out  of the widest target;  gpu  as in `tiles_for`
     """
-    shrink = tiles_for("decode_shrink", {"rows": num_rows, "out": max_rank, "in": in_}, gpu)
-    expand = tiles_for("decode_expand", {"rows": num_rows, "out": out, "in": max_rank}, gpu)
+    lanes = power_of_two(max_rank)  # what a program holds, also for ranks between
+    shrink = tiles_for("decode_shrink", {"rows": num_rows, "out": lanes, "in": in_}, gpu)
+    expand = tiles_for("decode_expand", {"rows": num_rows, "out": out, "in": lanes}, gpu)
     return DecodeTiles(shrink.block_k, expand.block_n, shrink.num_warps, expand.num_warps)
 
 

@@ -1,5 +1,5 @@
 """Every family at its published widths, in steps of every size: no launch is refused, none is
-larger than a grid allows, and what its tiles keep in flight fits a block's shared memory.
+larger than a grid allows, and what its tiles hold fits shared memory and registers.
 
 Tensors are torch's `meta` ones, which hold no values; kernels are stood in for. Not here: whole
 configurations (test_gpt_oss_120b.py), and what is computed (test_families_at_speed.py).
@@ -18,6 +18,7 @@ from kernels.lora_tables import LoraTables
 from kernels.mxfp4_packed import CHUNK, NUM_COUNTERS, TAIL, PackedMxfp4
 from kernels.op import interpreting
 from kernels.tiling import MAX_LORA_RANK, SHARED_BYTES, Tiles
+from kernels.tune.ops import MAX_VALUES
 from model_runner.config import MAX_STEP_TOKENS
 from model_runner.execution.inputs import HostBuffer, StepShape
 from model_runner.execution.kv_cache import allocate_kv, plan_kv
@@ -148,9 +149,21 @@ def shared_bytes(launch: Launch) -> int:
     return Tiles(columns, given["BLOCK_K"], num_stages=given["num_stages"]).shared_bytes(rows)
 
 
+def values_of_thread(launch: Launch) -> int:
+    """Of a factor that one thread of a decode step's LoRA holds; 0 for other kernels."""
+    given = launch.given
+    widths = {
+        "kernels.lora_decode._shrink_kernel": ("BLOCK_K", 1),
+        "kernels.lora_decode._expand_kernel": ("BLOCK_N", 2),  # the next tile's too
+        "kernels.lora_gated_act._expand_act_kernel": ("BLOCK_N", 4),  # of gate and of up
+    }
+    name, times = widths.get(launch.kernel, ("", 0))
+    return times * given[name] * given["BLOCK_R"] // (32 * given["num_warps"]) if name else 0
+
+
 @pytest.mark.skipif(interpreting(), reason="an interpreted function is no JITFunction")
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("lora_rank", [8, MAX_LORA_RANK])
+@pytest.mark.parametrize("lora_rank", [24, MAX_LORA_RANK])
 @pytest.mark.parametrize("name", SHAPES)
 def test_steps_of_every_size_fit(name: str, lora_rank: int) -> None:
     runner = make_runner(SHAPES[name], lora_rank)
@@ -158,10 +171,13 @@ def test_steps_of_every_size_fit(name: str, lora_rank: int) -> None:
     pipelined = 0
     for tokens, decode in sizes:
         for launch in launches_of(runner, tokens, decode):
-            kernel, _, grid = launch
+            kernel, given, grid = launch
             assert 0 < grid[0] <= MAX_BLOCKS, (tokens, kernel, grid)
             assert all(0 < side <= MAX_SIDE for side in grid[1:]), (tokens, kernel, grid)
             needed = shared_bytes(launch)
             pipelined += needed > 0
             assert needed <= SHARED_BYTES, (tokens, kernel, needed)
+            assert values_of_thread(launch) <= MAX_VALUES, (tokens, kernel)
+            if kernel == "kernels.fused_moe_lora._expand_kernel" and given["BLOCK_M"] > 16:
+                assert given["num_warps"] >= 4, (tokens, given["BLOCK_M"])
     assert pipelined
