@@ -1,6 +1,6 @@
-"""From the body of an HTTP request to `Request`s of the engine: parsed, checked, tokenized.
+"""From a parsed body to `Request`s of the engine: checked, tokenized.
 
-Who asks is known already.
+Who asks for which model is known already (job_maker.py).
 """
 
 import asyncio

@@ -1,12 +1,11 @@
 """The life of one HTTP request between its body and the engine: who asks, how much at once, tokens
 to text, what is counted.
 
-Neither routes (ingress.py) nor Ray: the replicas are behind a `Backend`, so all of this runs in a
-plain test.
+Not here: what a body means (job_maker.py), routes (ingress.py), Ray: the replicas are behind a
+`Backend`, so all of this runs in a plain test.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter, defaultdict
@@ -14,52 +13,40 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol, TypeVar
 
-from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from deployments import metrics
-from deployments.admission import Job, Remaker, chat_job, completion_job
+from deployments.admission import Job, Remaker
 from deployments.api_errors import (
     CLIENT_GONE_STATUS,
     ApiError,
-    ambiguous_model,
     engine_error,
     internal_error,
-    model_not_found,
     overloaded,
     unauthorized,
 )
-from deployments.body import (
-    BIG_BYTES,
-    BodyBudget,
-    check_length,
-    check_weight,
-    prompt_too_long,
-    strings,
-)
-from deployments.config import ModelSettings, ServiceConfig
-from deployments.generation_defaults import with_defaults
+from deployments.body import BIG_BYTES, BodyBudget
+from deployments.config import ServiceConfig
+from deployments.job_maker import JobMaker
 from deployments.meter import Meter
-from deployments.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
+from deployments.openai_schema import ModelCard, ModelList
 from deployments.operators import Judge, Operators
 from deployments.placement.view import Place, Placement
 from deployments.resumption import Resumption
 from deployments.spill import stream_near_home
 from deployments.streaming import error_events, interleave
 from deployments.tenant_labels import first_tenants
-from deployments.tenants import Target, TenantConfig, TenantDirectory, bearer_key
+from deployments.tenants import TenantConfig, TenantDirectory, bearer_key
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
 from model_runner.template_sandbox import TemplateSandbox
 from model_runner.text import TextEngine, TextOutput
-from model_runner.tokenizer import TemplateRefused, Tokenizer
+from model_runner.tokenizer import Tokenizer
 
 Output = tuple[int, TextOutput]
 Outputs = AsyncGenerator[Output, None]
 Prepare = Callable[[TenantConfig, bytes, str], Awaitable[Job]]
 _T = TypeVar("_T")
-_Wire = TypeVar("_Wire", ChatRequest, CompletionRequest)
 _log = logging.getLogger("ray.serve")
 
 
@@ -95,14 +82,12 @@ class Frontend:
         self.traffic: Counter[str] = Counter()  # tokens by adapter_id since the last sync
         self._secret = salt_key
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
-        self._settings = {model.name: model for model in config.models}
-        self._defaults = {model.name: model.sampling_defaults() for model in config.models}
         self._sandbox = TemplateSandbox()
         self._texts = {
             model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
             for model in config.models
         }
-        self._longest = {model.name: _longest_prompt(model) for model in config.models}
+        self.jobs = JobMaker(config, self._directory, self._texts)
         self.operators = Operators(config, backends)
         self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
@@ -171,7 +156,7 @@ class Frontend:
 
     def model(self, tenant: TenantConfig, name: str) -> ModelCard:
         """One of them. Errors: ApiError 404."""
-        target = self._resolve(tenant, name)
+        target = self.jobs.resolve(tenant, name)
         return ModelCard(
             id=name,
             created=self._started_at,
@@ -213,91 +198,6 @@ class Frontend:
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
-
-    async def chat(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
-        """A chat, ready to run. Errors: ApiError 400, 404, 422."""
-        wire = await _parsed(ChatRequest, body)
-        target = self._resolve(tenant, wire.model)
-        owner = target.owner or tenant
-        salt, text = self._directory.cache_salt(owner), self._texts[target.model]
-        await self._check_size(body, target, wire.messages)
-        default = self._settings[target.model].default_max_tokens
-
-        async def make(extras: AdapterExtras | None) -> Job:
-            filled = self._filled(wire, target, extras)
-            return self._checked(
-                await chat_job(filled, target, owner, salt, text, default, answer_id, extras)
-            )
-
-        async def remake(extras: AdapterExtras) -> Job:
-            try:
-                return await make(extras)
-            except TemplateRefused as refusal:
-                raise ApiError(400, str(refusal), param="messages") from None
-
-        if target.adapter is None:
-            return await remake(NO_EXTRAS)
-        try:
-            job = await make(text.chats.known(target.adapter) or NO_EXTRAS)
-        except TemplateRefused:
-            # What is known of the adapter may not be true any more: the engine will tell.
-            text.chats.forget(target.adapter)
-            job = await make(None)
-        return replace(job, remake=remake)
-
-    async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
-        """A completion, ready to run. Errors: ApiError 400, 404, 422."""
-        wire = await _parsed(CompletionRequest, body)
-        target = self._resolve(tenant, wire.model)
-        owner = target.owner or tenant
-        salt, text = self._directory.cache_salt(owner), self._texts[target.model]
-        given = [wire.prompt] if isinstance(wire.prompt, str) else wire.prompt
-        for prompt in given:
-            if isinstance(prompt, str):
-                await self._check_size(body, target, prompt)
-        limit = self.config.ingress.max_prompts
-
-        async def make(extras: AdapterExtras) -> Job:
-            filled = self._filled(wire, target, extras)
-            tokenizer = text.tokenizer
-            job = await completion_job(
-                filled, target, owner, salt, tokenizer, limit, answer_id, extras
-            )
-            return replace(self._checked(job), remake=make)
-
-        return await make(text.chats.known(target.adapter) or NO_EXTRAS)
-
-    def _filled(self, wire: _Wire, target: Target, extras: AdapterExtras | None) -> _Wire:
-        """The request with what its adapter, then its base model, says of what it leaves open."""
-        if extras is not None and self._settings[target.model].generation_defaults:
-            wire = with_defaults(wire, dict(extras.sampling))
-        return with_defaults(wire, self._defaults[target.model])
-
-    async def _check_size(self, body: bytes, target: Target, prompt: object) -> None:
-        """Refuse early what is far too long. Errors: ApiError 400."""
-        if len(body) > BIG_BYTES:
-            encode = self._texts[target.model].tokenizer.encode
-            longest = self._longest[target.model]
-            await asyncio.to_thread(check_length, strings(prompt), encode, longest)
-
-    def _checked(self, job: Job) -> Job:
-        """Refuse here what no replica can hold: a prompt is millions of integers at worst.
-
-        Errors: ApiError 400.
-        """
-        longest = self._longest[job.target.model]
-        for request in job.requests:
-            if longest is not None and len(request.token_ids) > longest:
-                raise prompt_too_long(len(request.token_ids), longest)
-        return job
-
-    def _resolve(self, tenant: TenantConfig, name: str) -> Target:
-        target = self._directory.resolve(tenant, name)
-        if target is None:
-            if full_names := self._directory.full_names(tenant, name):
-                raise ambiguous_model(name, full_names)
-            raise model_not_found(name)
-        return target
 
     def meter(self, tenant: TenantConfig) -> Meter:
         """Count a request in. Errors: ApiError 429 where tenant or ingress has its fill."""
@@ -421,19 +321,3 @@ class Frontend:
             yield error_events(internal_error())
         finally:
             meter.finish(CLIENT_GONE_STATUS)
-
-
-async def _parsed(wire: type[_Wire], body: bytes) -> _Wire:
-    """A body as its wire type. Errors: ApiError 400, 422."""
-    if len(body) <= BIG_BYTES:
-        return wire.parse(body)
-    await asyncio.to_thread(check_weight, body)
-    return await asyncio.to_thread(wire.parse, body)
-
-
-def _longest_prompt(model: ModelSettings) -> int | None:
-    """The tokens that a model has positions for, as its files say; replicas may hold less."""
-    shape = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    positions = (shape.get("text_config") or shape).get("max_position_embeddings")
-    limits = [n for n in (positions, model.engine_config().max_model_len) if n]
-    return min(limits, default=None)

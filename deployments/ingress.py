@@ -1,6 +1,6 @@
 """The HTTP face: OpenAI's routes in front of a `Frontend`, and the deployment that ties it to Ray.
 
-What happens between a body and the engine is in frontend.py.
+What happens between a body and the engine is in frontend.py and job_maker.py.
 """
 
 import asyncio
@@ -177,11 +177,11 @@ def build_api(frontend: Frontend, control: ControlPlane) -> FastAPI:
 
     @api.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(frontend, request, frontend.chat)
+        return await _answer(frontend, request, frontend.jobs.chat)
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(frontend, request, frontend.completion)
+        return await _answer(frontend, request, frontend.jobs.completion)
 
     if frontend.operators.exist:
 

@@ -23,9 +23,9 @@ from kernels.fused_moe_lora import (
 from kernels.lora_decode import add_rows
 from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.moe_gate import build_worklist, slot_groups
 from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.tiling import slot_block_m
+from kernels.worklist import build_worklist, slot_groups
 
 EMBED_BLOCK = 256
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.lora_tables import Worklist
-from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
 from kernels.mxfp4_packed import (
     PackedMxfp4,
@@ -27,6 +26,7 @@ from kernels.mxfp4_packed import (
 )
 from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.tiling import gpu_name, moe_block_m, tiles_for
+from kernels.worklist import build_worklist
 
 # CPU: rows of one product. Fixed, so that no bits depend on how many rows an expert has.
 CPU_BLOCK_ROWS = 16

@@ -4,7 +4,7 @@ gate_up_shrink, gate_up_expand, down_shrink, down_expand are two kernels, each c
 projection. An expand
 writes straight into the base product's output. `add_lora` is the host half that dense_lora.py
 shares.
-Not here: the grouping of rows by (slot, expert) (moe_gate.py), the memory of the factors
+Not here: the grouping of rows by (slot, expert) (worklist.py), the memory of the factors
 (lora_tables.py).
 """
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels.lora_decode import add_pairs
 from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.moe_gate import build_worklist, slot_groups
 from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.tiling import (
     MAX_LORA_RANK,
@@ -28,6 +27,7 @@ from kernels.tiling import (
     power_of_two,
     tiles_for,
 )
+from kernels.worklist import build_worklist, slot_groups
 
 MAX_TARGETS = 3
 # Rank lanes of one tile; a larger rank takes several.

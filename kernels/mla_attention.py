@@ -24,7 +24,8 @@ from kernels.mla_attention_triton import (
     prefill_tile,
 )
 from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
-from kernels.paged_attention import Rows, make_case, paged_attention_reference
+from kernels.paged_attention import Rows, make_case
+from kernels.paged_attention_torch import paged_attention_reference
 from kernels.paged_attention_triton import MAX_SPLITS
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.fused_moe_lora import random_tables, slot_factors
 from kernels.lora_tables import LoraTables
-from kernels.moe_gate import slot_groups
 from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
+from kernels.worklist import slot_groups
 
 _BLOCK_R = 16
 _BLOCK_N = 128

@@ -1,8 +1,8 @@
 """The choice of experts and the worklist of a decode step in one launch.
 
-What moe_gate.py does in two: of few tokens one program holds the whole table of tokens by experts,
-and a worklist is nothing but sums over its rows and columns. Not here: larger batches (passed on to
-the two), worklists by adapter slot.
+What moe_gate.py and worklist.py do in two: of few tokens one program holds the whole table of
+tokens by experts, and a worklist is nothing but sums over its rows and columns. Not here: larger
+batches (passed on to the two), worklists by adapter slot.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import Worklist
-from kernels.moe_gate import (
-    build_worklist,
-    build_worklist_reference,
-    choose_experts,
-    moe_gate,
-    moe_gate_reference,
-    segment_capacity,
-)
+from kernels.moe_gate import choose_experts, moe_gate, moe_gate_reference
 from kernels.op import AotSpec, Case, Inputs, Op, use_triton
 from kernels.overlap import can_overlap, follow
+from kernels.worklist import build_worklist, build_worklist_reference, segment_capacity
 
 # What one program holds: 64 tokens of 32 experts, 16 of 128.
 MAX_CELLS = 2048

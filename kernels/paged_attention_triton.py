@@ -1,7 +1,8 @@
 """The Triton side of paged attention: decode with split keys, prefill by query blocks.
 
-For paged_attention.py alone, which has the contract, the truth and the cases: `decode` serves the
-rows of exactly one query, `prefill` those of several; each skips the other's rows.
+For paged_attention.py alone, which has the contract and the cases (paged_attention_torch.py is the
+truth): `decode` serves the rows of exactly one query, `prefill` those of several; each skips the
+other's rows.
 One compilation serves all lengths: counts and the strides that follow them are not specialised,
 nor is the alignment of the small tables, which may be slices of one uploaded buffer.
 """

@@ -21,6 +21,7 @@ from kernels import (
     rope_kv,
     sample_token,
     skinny_linear,
+    worklist,
 )
 from kernels.op import Op
 
@@ -42,4 +43,5 @@ OPS: dict[str, Op] = {
     **{op.name: op for op in rope_kv.OPS},
     **{op.name: op for op in sample_token.OPS},
     **{op.name: op for op in skinny_linear.OPS},
+    **{op.name: op for op in worklist.OPS},
 }

@@ -8,26 +8,19 @@ import dataclasses
 import itertools
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from adapter_store.errors import AdapterUnavailable
-from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from kernels.op import compiled_kernels, references_only
+from model_runner.answers import Answers
+from model_runner.arrivals import Arrivals
 from model_runner.assembly import assemble
 from model_runner.config import EngineConfig
 from model_runner.execution.runner import PendingStep, ScoreSink
 from model_runner.execution.sampler import TokenMask
-from model_runner.outputs import (
-    adapter_error,
-    find_fault,
-    make_end,
-    make_failure,
-    make_news,
-    other_extras,
-)
+from model_runner.outputs import find_fault, make_failure
 from model_runner.request import (
     Completion,
     ErrorCode,
@@ -35,12 +28,11 @@ from model_runner.request import (
     Request,
     RequestOutput,
     SamplingParams,
-    TokenLogprobs,
 )
 from model_runner.scheduling.batch import ScheduledBatch
-from model_runner.scheduling.scheduler import Update
 from model_runner.scheduling.sequence import Sequence as Life
 from model_runner.stats import EngineStats
+from model_runner.warm_up import warm_up_prompts
 
 
 class Engine:
@@ -63,25 +55,16 @@ class Engine:
         self._host_cache = parts.host_cache
         on_cpu = self.device.type == "cpu"
         self._look_ahead = (not on_cpu) if config.look_ahead is None else config.look_ahead
-        self._lives: dict[str, list[Life]] = {}
-        self._arriving: dict[str, Request] = {}  # their adapter's content is not known yet
-        self._gone: dict[str, set[int]] = {}  # of these, the sequences that were aborted since
-        self._submitted_s: dict[str, float] = {}  # of those that the scheduler does not know yet
+        self._arrivals, self._answers = Arrivals(self.store), Answers()
         self._modest: dict[str, Request] = {}  # nobody is evicted for them; not all have entered
         self._score_sinks: dict[str, ScoreSink] = {}
         self._sinks: dict[int, ScoreSink] = {}
-        self._scores: dict[int, list[TokenLogprobs]] = {}  # of prompts, as far as they have come
-        self._outputs: list[RequestOutput] = []
         self._pending: PendingStep | None = None
         self._ids = itertools.count()
         self._seeds = itertools.count(
             config.seed if config.seed is not None else int.from_bytes(os.urandom(6), "little")
         )
-        self._counts, self._finished, self._by_tenant = (
-            Counter[str](),
-            Counter[str](),
-            Counter[str](),
-        )
+        self._num_steps = self._num_sampled = 0
         self._last_step = time.monotonic()
         self._compiles_before = len(compiled_kernels())
         self.runner.warm_up()
@@ -100,38 +83,33 @@ class Engine:
         if refusal is not None:
             n = getattr(request.sampling, "n", None)
             indices = request.indices if isinstance(n, int) and 1 <= n <= 128 else (0,)
-            self._outputs += [make_failure(request, i, *refusal) for i in indices]
+            self._answers.add([make_failure(request, i, *refusal) for i in indices])
             return
-        self._lives[request.request_id] = []
         self._modest.pop(request.request_id, None)  # an earlier one's, which was aborted
-        self._submitted_s[request.request_id] = time.monotonic()
         if request.adapter is None:
-            self._admit(request)
-        else:
-            ref = request.adapter
-            if request.adapter_digest:
-                ref = dataclasses.replace(ref, revision=request.adapter_digest)
-            mine = dataclasses.replace(request, adapter=ref)
-            self._arriving[request.request_id] = mine
-            if not request.may_evict:
-                self._modest[request.request_id] = mine
-            self.store.prefetch(ref)
+            self._admit(request, request.indices, time.monotonic())
+            return
+        if request.adapter_digest:
+            ref = dataclasses.replace(request.adapter, revision=request.adapter_digest)
+            request = dataclasses.replace(request, adapter=ref)
+        if not request.may_evict:
+            self._modest[request.request_id] = request
+        self._arrivals.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one of its sequences) now, silently but for a last output. Unknown ids
         are ignored."""
-        arriving = self._arriving.get(request_id)
-        if arriving is not None:
-            self._abort_arriving(arriving, index)
+        if request_id in self._arrivals:
+            self._answers.add(self._arrivals.abort(request_id, index))
             return
-        for life in list(self._lives.get(request_id, ())):
+        for life in self._answers.of(request_id):
             if index is not None and life.index != index:
                 continue
             adapter = life.request.adapter
             if adapter is not None and not life.has_entered:
                 self.store.forget(adapter)
             if self.scheduler.abort(life.seq_id):
-                self._finish(life, FinishReason.ABORT)
+                self._answers.finish(life, FinishReason.ABORT)
 
     def load_adapters(self, refs: Iterable[AdapterRef], timeout_s: float = 600.0) -> None:
         """Bring adapters into their slots before the first request. Blocks. Errors: the
@@ -155,7 +133,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do or to tell."""
-        return bool(self._lives or self._outputs or self._pending)
+        return bool(self._answers or self._arrivals or self._pending)
 
     @property
     def is_stepping(self) -> bool:
@@ -173,25 +151,22 @@ class Engine:
         launched = None
         if batch is not None:
             launched = self.runner.launch(batch, self._sinks_of(batch) if self._sinks else None)
-            self._counts["steps"] += 1
+            self._num_steps += 1
         if self._look_ahead:
             due, self._pending = self._pending, launched
         else:
             due = launched
         if due is not None:
             tokens, logprobs = due.wait()
-            self._counts["sampled"] += len(tokens)
+            self._num_sampled += len(tokens)
             for row, found in due.read_prompts() if due.batch.prompt_scores else ():
-                seq_id = due.batch.seq_ids[row]
-                if seq_id in self._scores:  # else it has ended
-                    self._scores[seq_id] += found
+                self._answers.add_scores(due.batch.seq_ids[row], found)
             for update in self.scheduler.commit(due.batch, tokens):
-                self._tell(update, logprobs)
+                self._answers.tell(update, logprobs)
         for update in self.scheduler.take_failures():
-            self._tell(update, None)
+            self._answers.tell(update, None)
         self._last_step = time.monotonic()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._answers.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Run requests to their end. Gives one Completion for each sequence, in the order of
@@ -200,18 +175,9 @@ class Engine:
         found: dict[tuple[str, int], Completion] = {}
         for request in requests:
             self.submit(request)
-        while self.has_work:
-            outputs = self.step()
-            for o in outputs:
-                c = found.setdefault((o.request_id, o.index), Completion(o.request_id, o.index))
-                c.token_ids += o.new_token_ids
-                c.logprobs += o.logprobs
-                c.prompt_logprobs += o.prompt_logprobs
-                c.num_cached_tokens = o.num_cached_tokens
-                if o.finish_reason is not None:
-                    c.finish_reason, c.error_code, c.error = o.finish_reason, o.error_code, o.error
-            if not outputs and not self.is_stepping:
-                time.sleep(0.001)
+        for output in self._run():
+            key = output.request_id, output.index
+            found.setdefault(key, Completion(*key)).add(output)
         order = [r.request_id for r in requests]
         return sorted(found.values(), key=lambda c: (order.index(c.request_id), c.index))
 
@@ -234,12 +200,17 @@ class Engine:
             sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
             self._score_sinks[name] = sink
             self.submit(Request(name, token_ids, sampling, adapter))
+        for output in self._run():
+            if output.finish_reason is not None:
+                self._score_sinks.pop(output.request_id)
+                done(int(output.request_id.removeprefix("score-")), output.error)
+        self._sinks.clear()
+
+    def _run(self) -> Iterator[RequestOutput]:
+        """All outputs until nothing is left to do. Blocks."""
         while self.has_work:
             outputs = self.step()
-            for o in outputs:
-                if o.finish_reason is not None:
-                    self._score_sinks.pop(o.request_id)
-                    done(int(o.request_id.removeprefix("score-")), o.error)
+            yield from outputs
             if not outputs and not self.is_stepping:
                 time.sleep(0.001)
 
@@ -255,15 +226,15 @@ class Engine:
         the device."""
         scheduler, pool, store = self.scheduler, self.pool, self.store.stats()
         return EngineStats(
-            num_steps=self._counts["steps"],
-            sampled_tokens=self._counts["sampled"],
-            delivered_tokens=self._counts["delivered"],
+            num_steps=self._num_steps,
+            sampled_tokens=self._num_sampled,
+            delivered_tokens=self._answers.num_delivered,
             discarded_tokens=scheduler.num_discarded,
             replayed_tokens=scheduler.num_replayed,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
             preemptions=scheduler.num_preemptions,
-            finished=dict(self._finished),
+            finished=dict(self._answers.finished),
             loads=store.loads,
             load_seconds=store.load_seconds,
             load_failures=store.failures,
@@ -271,7 +242,7 @@ class Engine:
             load_bytes=store.load_bytes,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            waiting_for_adapter=scheduler.num_waiting_adapter + len(self._arriving),
+            waiting_for_adapter=scheduler.num_waiting_adapter + len(self._arrivals),
             free_pages=pool.free_pages,
             num_pages=pool.num_pages,
             arena_used_bytes=store.arena_used_bytes,
@@ -279,7 +250,7 @@ class Engine:
             slots_in_use=store.slots_in_use,
             num_slots=store.num_slots,
             resident=store.resident,
-            by_tenant=dict(self._by_tenant),
+            by_tenant=dict(self._answers.by_tenant),
             distinct_experts=self.runner.distinct_experts() if count_experts else 0.0,
             compiles=len(compiled_kernels()) - self._compiles_before,
             step_age_s=time.monotonic() - self._last_step if self.has_work else 0.0,
@@ -314,7 +285,7 @@ class Engine:
 
     def _find_fault(self, request: Request) -> tuple[ErrorCode, str] | None:
         s = request.sampling
-        if request.request_id in self._lives:
+        if request.request_id in self._answers or request.request_id in self._arrivals:
             return ErrorCode.BAD_REQUEST, f"request_id {request.request_id!r} is already running"
         fault = find_fault(request, self.model_config.vocab_size, self.max_len)
         if fault is not None:
@@ -336,131 +307,40 @@ class Engine:
         return ErrorCode.NO_ROOM, f"{ref.adapter_id} has no slot here, and none is free"
 
     def _admit_arrived(self) -> None:
-        """Requests whose adapter's content is known go to the scheduler, bound to that content;
-        lost ones are told why.
-
-        A content that was known before is used at once, while the store looks whether the uri has a
-        newer one.
-        """
-        for request_id, request in list(self._arriving.items()):
-            assert request.adapter is not None
-            error = self.store.error_of(request.adapter)
-            digest = self.store.digest_of(request.adapter)
-            if error is not None:
-                self._refuse_arriving(request, adapter_error(error))
-                continue
-            extras = self.store.extras_of(digest) if digest is not None else NO_EXTRAS
-            if digest is not None and (why := other_extras(request, extras)):
-                self._refuse_arriving(request, why, extras)
-            elif digest is not None:
-                del self._arriving[request_id]
-                bound = dataclasses.replace(request.adapter, revision=digest)
-                self.store.forget(request.adapter)
-                for _ in self._still_wanted(request):
-                    self.store.prefetch(bound)
-                self._admit(dataclasses.replace(request, adapter=bound))
-
-    def _refuse_arriving(
-        self, request: Request, why: tuple[ErrorCode, str], extras: AdapterExtras | None = None
-    ) -> None:
-        """End a request that the scheduler does not know yet."""
-        wanted = self._still_wanted(request)
-        self._outputs += [make_failure(request, i, *why, extras) for i in wanted]
-        self._drop_arriving(request)
+        """Requests whose adapter's content is known go to the scheduler; lost ones are told why."""
+        if not self._arrivals:
+            return
+        arrived, outputs = self._arrivals.poll()
+        self._answers.add(outputs)
+        for arrival in arrived:
+            self._admit(arrival.request, arrival.indices, arrival.submitted_s)
 
     def _refuse_modest(self) -> None:
         """Requests that nobody is evicted for, where their adapter finds no room by itself."""
         for request_id, request in list(self._modest.items()):
-            lives = [life for life in self._lives.get(request_id, ()) if not life.has_entered]
+            lives = [life for life in self._answers.of(request_id) if not life.has_entered]
             ref = lives[0].request.adapter if lives else request.adapter
             assert ref is not None
-            if not lives and request_id not in self._arriving:
+            if not lives and request_id not in self._arrivals:
                 del self._modest[request_id]
             elif (why := self._find_no_room(ref)) is not None:
                 del self._modest[request_id]
-                if request_id in self._arriving:
-                    self._refuse_arriving(request, why)
+                if request_id in self._arrivals:
+                    self._answers.add(self._arrivals.refuse(request_id, why))
                 for life in lives:
                     self.store.forget(ref)
                     self.scheduler.abort(life.seq_id)
-                    self._finish(life, FinishReason.ERROR, error=why)
+                    self._answers.finish(life, FinishReason.ERROR, error=why)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, indices: Iterable[int], submitted_s: float) -> None:
         seed = request.sampling.seed if request.sampling.seed is not None else next(self._seeds)
-        submitted_s = self._submitted_s.pop(request.request_id)
-        for index in self._still_wanted(request):
+        for index in indices:
             life = Life(next(self._ids), request, index, seed)
             life.submitted_s = submitted_s
-            self._lives[request.request_id].append(life)
             if request.request_id in self._score_sinks:
                 self._sinks[life.seq_id] = self._score_sinks[request.request_id]
-            if request.sampling.prompt_logprobs is not None:
-                self._scores[life.seq_id] = []
+            self._answers.open(life)
             self.scheduler.add(life)
-        self._gone.pop(request.request_id, None)
-
-    def _still_wanted(self, request: Request) -> list[int]:
-        """Which of its n sequences were not aborted while its adapter was on the way."""
-        gone = self._gone.get(request.request_id, ())
-        return [i for i in request.indices if i not in gone]
-
-    def _abort_arriving(self, request: Request, index: int | None) -> None:
-        ended = [i for i in self._still_wanted(request) if index is None or i == index]
-        self._outputs += [make_end(request, i, FinishReason.ABORT) for i in ended]
-        self._gone.setdefault(request.request_id, set()).update(ended)
-        if not self._still_wanted(request):
-            self._drop_arriving(request)
-
-    def _drop_arriving(self, request: Request) -> None:
-        """All of its sequences have been told their end."""
-        del self._arriving[request.request_id], self._lives[request.request_id]
-        del self._submitted_s[request.request_id]
-        self._gone.pop(request.request_id, None)
-        assert request.adapter is not None
-        self.store.forget(request.adapter)
-
-    def _tell(self, update: Update, logprobs: tuple[TokenLogprobs | None, ...] | None) -> None:
-        life, token = update.seq, update.token
-        if token is not None:
-            found = logprobs[update.sample_idx] if logprobs is not None else None
-            self._counts["delivered"] += 1
-            self._by_tenant[life.request.tenant_id] += 1
-            if update.finish_reason is None:
-                scores = self._scores.pop(life.seq_id, ()) if self._scores else ()
-                logprob = (found,) if found else ()
-                news = make_news(life, (token,), logprob, prompt_logprobs=tuple(scores))
-                self._outputs.append(news)
-                return
-            self._finish(life, update.finish_reason, (token,), (found,) if found else ())
-            return
-        assert update.finish_reason is not None
-        if update.error is not None:
-            self._finish(life, FinishReason.ERROR, error=adapter_error(update.error))
-        elif update.finish_reason is FinishReason.ERROR:
-            self._finish(
-                life,
-                FinishReason.ERROR,
-                error=(ErrorCode.NOT_FINITE, "the model gave logits that are not finite"),
-            )
-        else:
-            self._finish(life, update.finish_reason)
-
-    def _finish(
-        self,
-        life: Life,
-        reason: FinishReason,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        error: tuple[ErrorCode, str] | None = None,
-    ) -> None:
-        self._finished[str(reason)] += 1
-        scores = tuple(self._scores.pop(life.seq_id, ()))
-        self._outputs.append(make_news(life, tokens, logprobs, reason, error, scores))
-        self._sinks.pop(life.seq_id, None)
-        lives = self._lives[life.request.request_id]
-        lives.remove(life)
-        if not lives:
-            del self._lives[life.request.request_id]
 
     def _sinks_of(self, batch: ScheduledBatch) -> dict[int, ScoreSink]:
         """Batch row -> where its logits go, for the rows that are scored."""
@@ -468,33 +348,17 @@ class Engine:
         return {row: self._sinks[seq_id] for row, seq_id in ids if seq_id in self._sinks}
 
     def _warm_up_prefill(self) -> None:
-        """On a GPU, run prompts of every size class once, so that no request waits for a
-        compiler."""
+        """On a GPU, run what warm_up.py names, and forget that it ran."""
         if self.device.type != "cuda" or references_only():
             return
-        # Tile sizes follow the row count rounded up to a power of two: one step of each is enough.
-        most = min(self.config.max_step_tokens, self.config.max_num_seqs * (self.max_len - 1))
-        sizes = sorted({n for n in (2**k for k in range(20)) if n < most} | {most})
         cached, self.pool.prefix_cache = self.pool.prefix_cache, False
-        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         # As if the base model's rows changed seldom targets: their kernels are to be compiled too.
         self.arena.watched_slots.add(-1)
-        # And once a row that is not plain.
-        general = dataclasses.replace(sampling, temperature=1.0, top_p=0.5, seed=1)
-        steps = [(n, sampling) for n in sizes] + [(1, general)]
-        # A prompt whose tokens are scored takes the head for all but one of them.
-        scored = dataclasses.replace(sampling, prompt_logprobs=1)
-        steps += [(n + 1, scored) for n in sizes if n < most]
-        for number, (num_tokens, wanted) in enumerate(steps):
-            # As many prompts as a step of that size needs.
-            whole, rest = divmod(num_tokens, self.max_len - 1)
-            lengths = [self.max_len - 1] * whole + ([rest] if rest else [])
-            self.generate(
-                Request(f"warm-{number}-{i}", (1,) * n, wanted) for i, n in enumerate(lengths)
-            )
+        config = self.config
+        for prompts in warm_up_prompts(config.max_step_tokens, config.max_num_seqs, self.max_len):
+            self.generate(prompts)
         self.arena.watched_slots.discard(-1)
         self.pool.prefix_cache = cached
-        self._counts.clear()
-        self._finished.clear()
-        self._by_tenant.clear()
+        self._num_steps = self._num_sampled = 0
+        self._answers.forget_counts()
         self.scheduler.forget_counts()

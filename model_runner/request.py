@@ -256,6 +256,16 @@ class Completion:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def add(self, output: RequestOutput) -> None:
+        """Join one more."""
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.error_code, self.error = output.error_code, output.error
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -22,10 +22,10 @@ from kernels.fused_moe import (
 from kernels.fused_moe_lora import moe_lora, moe_lora_reference
 from kernels.lora_gated_act import lora_gated_act, lora_gated_act_reference
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.moe_gate import build_worklist
 from kernels.skinny_linear import linear, linear_reference
 from kernels.tiling import moe_block_m, slot_block_m
 from kernels.tune.problems import NUM_SLOTS, Problem
+from kernels.worklist import build_worklist
 
 MAX_BYTES = 6 << 30  # of all layers together
 # y is small, so that the rounding of what was there does not hide what is added.

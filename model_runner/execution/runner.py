@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kernels.lora_decode import tokens_suffice
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.moe_gate import build_worklist
 from kernels.op import use_triton
 from kernels.sample_token import sample_token
 from kernels.tiling import slot_block_m
+from kernels.worklist import build_worklist
 from model_runner.execution.cuda_graphs import (
     GraphKey,
     StepGraphs,

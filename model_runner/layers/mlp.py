@@ -12,11 +12,12 @@ from kernels.gated_act import gated_act
 from kernels.lora_decode import pairs_suffice
 from kernels.lora_gated_act import lora_gated_act
 from kernels.lora_tables import Worklist
-from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_gate import moe_gate
 from kernels.moe_gate_groups import GateRule, moe_gate_groups
 from kernels.moe_route import moe_route
 from kernels.op import use_triton
 from kernels.tiling import moe_block_m
+from kernels.worklist import build_worklist
 from model_runner.layers.context import ForwardContext
 from model_runner.layers.linear import Linear
 

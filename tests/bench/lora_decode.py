@@ -27,11 +27,11 @@ from kernels.dense_lora import dense_lora_multi_reference
 from kernels.fused_moe_lora import add_lora, moe_lora_reference
 from kernels.lora_decode import DecodeTiles, add_pairs, add_rows
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.moe_gate import build_worklist
 from kernels.tiling import moe_block_m, slot_block_m
 from kernels.tune.compiling import compile_all, record_kernels
 from kernels.tune.inputs import Batch as Calls
 from kernels.tune.timing import GraphTimer
+from kernels.worklist import build_worklist
 
 LAYERS, SLOTS, FEW_SLOTS, EXPERTS, TOP_K, HIDDEN = 8, 64, 8, 32, 4, 2880
 MODEL_LAYERS = 24

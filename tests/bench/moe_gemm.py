@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up  # noqa: E402
 from kernels.lora_tables import Worklist  # noqa: E402
-from kernels.moe_gate import build_worklist  # noqa: E402
 from kernels.mxfp4_packed import packed_product, unpack_mxfp4  # noqa: E402
 from kernels.tiling import Tiles, gpu_name, moe_block_m, narrow_block_m, tiles_for  # noqa: E402
+from kernels.worklist import build_worklist  # noqa: E402
 
 HIDDEN, NUM_EXPERTS, TOP_K, NUM_LAYERS = 2880, 32, 4, 24
 OUT = {"gate_up": 5760, "down": 2880}

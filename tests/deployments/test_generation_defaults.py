@@ -39,10 +39,10 @@ async def sampling(
     (tenant,) = config.tenant_configs()
     if path == "chat":
         body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields
-        job = await frontend.chat(tenant, json.dumps(body).encode(), "0" * 32)
+        job = await frontend.jobs.chat(tenant, json.dumps(body).encode(), "0" * 32)
     else:
         body = {"model": "m", "prompt": "Hi"} | fields
-        job = await frontend.completion(tenant, json.dumps(body).encode(), "0" * 32)
+        job = await frontend.jobs.completion(tenant, json.dumps(body).encode(), "0" * 32)
     return job.requests[0].sampling
 
 

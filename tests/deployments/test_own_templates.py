@@ -217,7 +217,7 @@ async def test_defaults_may_be_switched_off(
     backend.brings["pirate/pirate"] = AdapterExtras(sampling=(("temperature", 0.7),))
     frontend = Frontend(config, b"k" * 32, {"demo": backend})
     tenant = next(t for t in config.tenant_configs() if t.tenant_id == "pirate")
-    job = await frontend.completion(tenant, b'{"model": "pirate", "prompt": "x"}', "0" * 32)
+    job = await frontend.jobs.completion(tenant, b'{"model": "pirate", "prompt": "x"}', "0" * 32)
     await frontend.whole(job, frontend.meter(tenant))
     assert len(backend.requests) == 2 and backend.requests[-1].sampling.temperature == 1
 

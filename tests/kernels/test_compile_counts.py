@@ -29,11 +29,12 @@ from kernels.fused_moe_lora import random_tables
 from kernels.gated_act import gated_act
 from kernels.lora_decode import MAX_PAIRS, MAX_TOKENS
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_gate import moe_gate
 from kernels.op import compiled_kernels, interpreting
 from kernels.sample_token import sample_token
 from kernels.tiling import Tiles, moe_block_m, slot_block_m
 from kernels.tune.compiling import compile_all, record_kernels
+from kernels.worklist import build_worklist
 from tests.kernels.mutant import KERNELS, mutant
 
 E, K, L, H = 8, 2, 4, 64
@@ -227,7 +228,6 @@ CALLS: dict[str, Call] = {
     "fused_moe_lora": four_operations,
     "fused_moe": grouped_products,
     "mxfp4_packed": packed_product,
-    "moe_gate": worklists,
     "moe_route": routes,
     "mla_attention_triton": latent_attention,
     "mla_kv": latents,
@@ -235,6 +235,7 @@ CALLS: dict[str, Call] = {
     "norm": norms,
     "rope_kv": positions,
     "skinny_linear": linears,
+    "worklist": worklists,
     "paged_attention_triton": attention,
 }
 # Where a file's tiles do not follow the length, one run compiles all there is.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import kernels.dense_lora as own
-import kernels.moe_gate
+import kernels.worklist
 from kernels.dense_lora import dense_lora, dense_lora_multi
 from kernels.fused_moe_lora import random_tables
 from kernels.lora_tables import LoraTables
-from kernels.moe_gate import build_worklist
+from kernels.worklist import build_worklist
 from tests.guards import take_out
 from tests.kernels.mutant import mutant
 
@@ -119,7 +119,7 @@ def test_nobody_feels_another_slot(form: str, value: float) -> None:
 
 def test_a_base_row_without_its_guard_gets_the_last_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = "if 0 <= s < num_slots", "if s < num_slots"
-    take_out(monkeypatch, kernels.moe_gate, "slot_groups", line, instead)
+    take_out(monkeypatch, kernels.worklist, "slot_groups", line, instead)
     with pytest.raises(AssertionError, match="bits of a row without adapter"):
         test_a_column_slice_gets_its_delta("torch", True, False)
 

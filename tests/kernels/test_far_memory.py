@@ -17,9 +17,9 @@ from torch import Tensor
 import kernels.paged_attention
 from kernels.fused_moe import ExpertWeights
 from kernels.lora_tables import LoraTables
-from kernels.moe_gate import build_worklist
 from kernels.op import Case, Inputs, Op
 from kernels.registry import OPS
+from kernels.worklist import build_worklist
 from tests.kernels.far_memory import FAR, far_empty
 from tests.kernels.mutant import mutant
 from tests.kernels.test_ops import assert_fp32_close, copy_of, outputs_of

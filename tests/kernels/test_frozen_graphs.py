@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import fused_moe_lora, lora_decode, lora_gated_act
-from kernels.moe_gate import build_worklist
+from kernels.worklist import build_worklist
 from tests.kernels.mutant import mutant
 from tests.kernels.test_fused_moe_lora import RANKS, E, batch, tables_of
 from tests.kernels.test_lora_decode import SMALL

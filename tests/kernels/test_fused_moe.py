@@ -9,10 +9,10 @@ from torch import Tensor
 
 import kernels.fused_moe as own
 from kernels.fused_moe import ExpertWeights, random_experts
-from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import dequantize_mxfp4
 from kernels.mxfp4_packed import pack_mxfp4, unpack_mxfp4
 from kernels.op import interpreting
+from kernels.worklist import build_worklist
 from tests.kernels.mutant import mutant
 
 both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])

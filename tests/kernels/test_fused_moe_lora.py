@@ -12,7 +12,7 @@ import kernels.fused_moe_lora as own
 from kernels.fused_moe import moe_down, moe_gate_up, random_experts
 from kernels.fused_moe_lora import add_lora, random_tables
 from kernels.lora_tables import LoraTables
-from kernels.moe_gate import build_worklist
+from kernels.worklist import build_worklist
 from tests.kernels.mutant import mutant
 
 both = pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.interp)])

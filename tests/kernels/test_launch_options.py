@@ -19,7 +19,7 @@ from kernels.gated_act import gated_act
 from kernels.mla_attention import mla_attention
 from kernels.mla_kv import mla_kv_write
 from kernels.mla_lora import mla_query_lora, mla_value_lora
-from kernels.moe_gate import build_worklist, moe_gate
+from kernels.moe_gate import moe_gate
 from kernels.moe_gate_groups import V3, moe_gate_groups
 from kernels.mxfp4_packed import _packed_kernel
 from kernels.norm import add_rms_norm
@@ -27,6 +27,7 @@ from kernels.op import AotSpec, Op, interpreting
 from kernels.paged_attention import paged_attention
 from kernels.registry import OPS
 from kernels.rope_kv import rope_kv_write
+from kernels.worklist import build_worklist
 from model_runner.config import MAX_STEP_TOKENS
 from tests.kernels.aot import compile_ptx
 from tests.kernels.launches import recording

@@ -17,8 +17,6 @@ from kernels.registry import OPS
 from tests.kernels.far_memory import far_rows
 from tests.kernels.test_ops import assert_fp32_close, copy_of, outputs_of
 
-# Its file is at its limit of lines; its caller gives what a linear made.
-UNCHECKED = {("moe_gate", "logits", "gaps")}
 TORCH = {"dequantize_mxfp4"}  # no kernel of ours
 
 
@@ -60,8 +58,6 @@ def test_no_layout_is_taken_for_another(op: Op) -> None:
     wanted: dict[int, list[Tensor]] = {}
     computed = 0
     for (name, way), inputs in smallest_cases(op).items():
-        if (op.name, name, way) in UNCHECKED:
-            continue
         if id(inputs) not in wanted:
             wanted[id(inputs)] = outputs_of(op, op.run, copy_of(inputs))
         given = copy_of(inputs)

@@ -15,7 +15,7 @@ from kernels.dense_lora import dense_lora
 from kernels.fused_moe_lora import moe_lora, random_tables
 from kernels.lora_decode import DecodeTiles
 from kernels.lora_tables import LoraTables
-from kernels.moe_gate import build_worklist
+from kernels.worklist import build_worklist
 from tests.kernels.mutant import mutant
 from tests.kernels.test_fused_moe_lora import E, K, batch, dense_delta, poison, tables_of
 

@@ -4,20 +4,20 @@ is a test, and each test names the line whose reversal makes it fail (`MISTAKES`
 Checks run in the interpreter and on a GPU.
 
  no  mistake                                            check                       reversed in
-  1  an index past the end is token 0, not no token     worklists, routes, places   moe_gate,
+  1  an index past the end is token 0, not no token     worklists, routes, places   worklist,
                                                                                     moe_route,
                                                                                     rope_kv
-  2  sorts and grids forget the base or a slot          worklists, four_operations, moe_gate,
+  2  sorts and grids forget the base or a slot          worklists, four_operations, worklist,
                                                         decode_kernels, activations fused_moe_lora,
                                                                                     lora_decode
   3  two places compute a padded size apart             splits, linears             paged_attention_
                                                                                     triton,
                                                                                     skinny_linear
   4  operands cast to bf16 whatever the adapter's type  four_operations             fused_moe_lora
-  5  buffers of unused entries are left unwritten       worklists, long_worklists,  moe_gate,
+  5  buffers of unused entries are left unwritten       worklists, long_worklists,  worklist,
                                                         routes, linears             moe_route,
                                                                                     skinny_linear
-  6  expert -1 or E lands in another adapter's rows     worklists, decode_kernels,  moe_gate,
+  6  expert -1 or E lands in another adapter's rows     worklists, decode_kernels,  worklist,
                                                         activations                 lora_decode
   7  a token-to-slot map of the step before             tests/model_runner/test_poison.py, and
                                                         test_poison_at_speed.py on a GPU
@@ -31,12 +31,12 @@ Checks run in the interpreter and on a GPU.
  11  rank lanes past the adapter's own rank             four_operations,            fused_moe_lora,
                                                         decode_kernels,             lora_decode,
                                                         activations                 lora_gated_act
- 12  a sort that holds too many experts at once         many_groups, many_choices   moe_gate,
+ 12  a sort that holds too many experts at once         many_groups, many_choices   worklist,
                                                                                     moe_route
  13  LoRA reads the base's quantised activation         test_full_activation.py
  14  dependent launches where no device knows them      test_launch_options.py
  15  a rank above a kernel's limit, found by a request  large_ranks                 lora_decode
- 16  a worklist that can overflow                       worklists, routes           moe_gate
+ 16  a worklist that can overflow                       worklists, routes           worklist
 """
 
 from collections.abc import Callable
@@ -52,15 +52,15 @@ import kernels.fused_moe
 import kernels.fused_moe_lora
 import kernels.lora_decode
 import kernels.lora_gated_act
-import kernels.moe_gate
 import kernels.moe_route
 import kernels.norm
 import kernels.paged_attention
 import kernels.paged_attention_triton
 import kernels.rope_kv
 import kernels.skinny_linear
+import kernels.worklist
 from kernels.fused_moe_lora import random_tables
-from kernels.moe_gate import build_worklist
+from kernels.worklist import build_worklist
 from tests.kernels.mutant import mutant
 from tests.kernels.test_dense_lora import dense_delta as linear_delta
 from tests.kernels.test_fused_moe import products_hold
@@ -70,11 +70,11 @@ from tests.kernels.test_lora_decode import SMALL
 from tests.kernels.test_lora_decode import deltas_hold as decode_deltas_hold
 from tests.kernels.test_lora_gated_act import ROOM as ACTIVATION_ROOM
 from tests.kernels.test_lora_gated_act import rows_hold as activations_hold
-from tests.kernels.test_moe_gate import check_worklist, worklists_hold
 from tests.kernels.test_moe_route import ROOM as ROUTE_ROOM
 from tests.kernels.test_moe_route import routes_hold
 from tests.kernels.test_paged_attention_guards import SPLIT, padding_writes_nowhere, rows_hold
 from tests.kernels.test_skinny_linear import products_hold as linears_hold
+from tests.kernels.test_worklist import check_worklist, worklists_hold
 
 devices = pytest.mark.parametrize(
     "device",
@@ -84,7 +84,7 @@ devices = pytest.mark.parametrize(
     ],
 )
 OWN = SimpleNamespace(
-    moe_gate=kernels.moe_gate,
+    worklist=kernels.worklist,
     fused_moe=kernels.fused_moe,
     fused_moe_lora=kernels.fused_moe_lora,
     lora_decode=kernels.lora_decode,
@@ -106,20 +106,20 @@ WORKLIST_ROOM = {
     ),
 }
 ROOM = {
-    "moe_gate": WORKLIST_ROOM, "moe_route": ROUTE_ROOM, "lora_gated_act": ACTIVATION_ROOM,
+    "worklist": WORKLIST_ROOM, "moe_route": ROUTE_ROOM, "lora_gated_act": ACTIVATION_ROOM,
 }  # fmt: skip
 # Who has a mutant's functions inside: a mutant too, built on that one.
-USERS = {"moe_gate": "moe_route", "lora_decode": "lora_gated_act"}
+USERS = {"worklist": "moe_route", "lora_decode": "lora_gated_act"}
 
 Check = Callable[[SimpleNamespace, str], None]
 
 
 def worklists(k: SimpleNamespace, device: str) -> None:
-    worklists_hold(k.moe_gate, (5,), device)
+    worklists_hold(k.worklist, (5,), device)
 
 
 def long_worklists(k: SimpleNamespace, device: str) -> None:
-    worklists_hold(k.moe_gate, (65,), device)
+    worklists_hold(k.worklist, (65,), device)
 
 
 def four_operations(k: SimpleNamespace, device: str) -> None:
@@ -195,7 +195,7 @@ def many_groups(k: SimpleNamespace, device: str) -> None:
     g = torch.Generator().manual_seed(0)
     ids = torch.rand(100, 512, generator=g).argsort(-1)[:, :2].int().to(device)
     slots = torch.randint(-1, 4096, (100,), generator=g).int().to(device)
-    work = k.moe_gate.build_worklist(ids, slots, 512, 4096, 16)
+    work = k.worklist.build_worklist(ids, slots, 512, 4096, 16)
     check_worklist(work, ids, slots, 512, 4096)
 
 
@@ -245,11 +245,11 @@ COMBINE = (
 )
 CAPACITY = "(num_rows + min(num_groups, num_rows) * (block_m - 1)) // block_m"
 MISTAKES = {
-    "1": Mistake(worklists, "moe_gate", "other=-1)", "other=0)"),
+    "1": Mistake(worklists, "worklist", "other=-1)", "other=0)"),
     "1-choice": Mistake(routes, "moe_route", "(token < num_tokens) & ", ""),
     "1-keys": Mistake(places, "rope_kv", "elif place >= 0:", "elif place >= -1:"),
-    "2-base": Mistake(worklists, "moe_gate", "(slot >= 0) & ", ""),
-    "2-every-slot": Mistake(worklists, "moe_gate", "& (slot < num_slots)",
+    "2-base": Mistake(worklists, "worklist", "(slot >= 0) & ", ""),
+    "2-every-slot": Mistake(worklists, "worklist", "& (slot < num_slots)",
                             "& (slot < num_slots - 1)"),
     "2-base-decode": Mistake(decode_kernels, "lora_decode", "(slot >= 0) & ", ""),
     "2-every-slot-decode": Mistake(decode_kernels, "lora_decode", "& (slot < num_slots)",
@@ -265,14 +265,14 @@ MISTAKES = {
                         "num_chunks // SPLIT_K"),
     "4": Mistake(four_operations, "fused_moe_lora", "tl.dot(z.to(b.dtype), b, acc",
                  "tl.dot(z.to(tl.bfloat16).to(tl.float32), b, acc"),
-    "5-short": Mistake(worklists, "moe_gate", "value, mask=mask)",
+    "5-short": Mistake(worklists, "worklist", "value, mask=mask)",
                        "value, mask=mask & (spare < 0))"),
-    "5-long": Mistake(long_worklists, "moe_gate", "tl.where(unused, 0, left)", "left"),
+    "5-long": Mistake(long_worklists, "worklist", "tl.where(unused, 0, left)", "left"),
     "5-choice": Mistake(routes, "moe_route", "range(total, num_segments",
                         "range(total + 1, num_segments"),
     "5-counters": Mistake(linears, "skinny_linear", "tl.store(counters_ptr + pid_n, 0)", "pass"),
-    "6-none": Mistake(worklists, "moe_gate", "(expert >= 0) & ", ""),
-    "6-shared": Mistake(worklists, "moe_gate", "(expert < num_experts) & ", ""),
+    "6-none": Mistake(worklists, "worklist", "(expert >= 0) & ", ""),
+    "6-shared": Mistake(worklists, "worklist", "(expert < num_experts) & ", ""),
     "6-none-decode": Mistake(decode_kernels, "lora_decode", "(expert >= 0) &", ""),
     "6-shared-decode": Mistake(decode_kernels, "lora_decode", "& (expert < num_experts)", ""),
     "6-none-activation": Mistake(activations, "lora_decode", "(expert >= 0) &", ""),
@@ -299,13 +299,13 @@ MISTAKES = {
     "11-activation": Mistake(activations, "lora_gated_act", "(r < rank) & adapted",
                              "(r < max_rank) & adapted"),
     "12-choice": Mistake(many_choices, "moe_route", "cells > MAX_CELLS", "cells < 0", Exception),
-    "12": Mistake(many_groups, "moe_gate", "(num_rows > SORT_ROWS and num_groups > SCATTER_GROUPS)",
+    "12": Mistake(many_groups, "worklist", "(num_rows > SORT_ROWS and num_groups > SCATTER_GROUPS)",
                   "False", Exception),
     "15": Mistake(large_ranks, "lora_decode", "_TOKENS and tables.max_rank <= MAX_RANK", "_TOKENS"),
     "15-pairs": Mistake(large_ranks, "lora_decode", "_PAIRS and tables.max_rank <= MAX_RANK",
                         "_PAIRS"),
-    "16-choice": Mistake(routes, "moe_gate", CAPACITY, "num_rows // block_m + 1"),
-    "16": Mistake(worklists, "moe_gate", CAPACITY, "num_rows // block_m + 1"),
+    "16-choice": Mistake(routes, "worklist", CAPACITY, "num_rows // block_m + 1"),
+    "16": Mistake(worklists, "worklist", CAPACITY, "num_rows // block_m + 1"),
 }  # fmt: skip
 CHECKS = list(dict.fromkeys(m.check for m in MISTAKES.values()))
 
@@ -336,7 +336,7 @@ def test_made_it_is_found(name: str, device: str, tmp_path: Path) -> None:
 @devices
 @pytest.mark.parametrize(
     ("file", "check"),
-    [("moe_gate", worklists), ("moe_gate", routes), ("moe_route", routes),
+    [("worklist", worklists), ("worklist", routes), ("moe_route", routes),
      ("lora_gated_act", activations), ("lora_decode", activations)],
 )  # fmt: skip
 def test_what_is_done_to_all_mutants_is_no_fault_of_theirs(

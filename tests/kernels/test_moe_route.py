@@ -11,7 +11,8 @@ import torch
 
 import kernels.moe_route as own
 from tests.kernels.mutant import mutant
-from tests.kernels.test_moe_gate import INF, NAN, check_worklist
+from tests.kernels.test_moe_gate import INF, NAN
+from tests.kernels.test_worklist import check_worklist
 
 SIZES = ((1, 1, 1, 4), (1, 32, 4, 16), (7, 5, 3, 2), (40, 6, 2, 4), (61, 32, 4, 16))
 

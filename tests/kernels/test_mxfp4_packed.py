@@ -9,7 +9,6 @@ from torch import Tensor
 
 import kernels.fused_moe as fused_moe
 from kernels.fused_moe import ExpertWeights, moe_down, moe_gate_up, moe_gate_up_reference
-from kernels.moe_gate import build_worklist
 from kernels.mxfp4 import dequantize_mxfp4
 from kernels.mxfp4_packed import (
     KEPT_BIAS,
@@ -21,6 +20,7 @@ from kernels.mxfp4_packed import (
 )
 from kernels.op import interpreting
 from kernels.tiling import Tiles
+from kernels.worklist import build_worklist
 from tests.kernels.aot import disassemble
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.paged_attention as attention
+import kernels.paged_attention_torch as torch_side
 import kernels.paged_attention_triton as triton_side
 from kernels.op import Inputs
 from kernels.paged_attention import Rows, make_case, paged_attention
@@ -117,7 +117,7 @@ def test_lengths_at_every_edge(form: str, window: int) -> None:
     edges = (1, 15, 16, 17, 63, 64, 65, 128, 129, 257)
     for rows in ([(1, n) for n in edges], [(min(2, n), n) for n in edges]):
         inputs = batch(rows, window=window, max_len=1024)
-        want = attention.paged_attention_reference(**inputs)
+        want = torch_side.paged_attention_reference(**inputs)
         torch.testing.assert_close(paged_attention(**inputs), want, rtol=1e-4, atol=2e-6)
         assert torch.isfinite(want).all()
 
@@ -216,9 +216,9 @@ def test_the_reference_bounds_its_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     """A long chunk is cut into parts of queries, and the parts give the same."""
     for window in (0, 9):
         inputs = batch(((50, 75), (1, 3)), window=window, sinks=True)
-        monkeypatch.setattr(attention, "_REFERENCE_SCORES", 1 << 24)
+        monkeypatch.setattr(torch_side, "_REFERENCE_SCORES", 1 << 24)
         want = paged_attention(**inputs)
-        monkeypatch.setattr(attention, "_REFERENCE_SCORES", 6 * 75 * 7)
+        monkeypatch.setattr(torch_side, "_REFERENCE_SCORES", 6 * 75 * 7)
         torch.testing.assert_close(paged_attention(**inputs), want, rtol=1e-6, atol=1e-6)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels.paged_attention as attention
+import kernels.paged_attention_torch as torch_side
 import kernels.rope_kv as kv_side
 from kernels.op import Inputs
 from kernels.paged_attention import Rows, make_case, paged_attention
@@ -106,7 +107,7 @@ TORCH_GUARDS = [
                  id="keys past the end"),
     pytest.param("_attend_single", 'scores.masked_fill_(past, float("-inf"))', "scores",
                  DECODE, 0, POISON, id="scores past the end"),
-    pytest.param("_attend_single", "_first_key(length - 1, window, chunked)", "0",
+    pytest.param("_attend_single", "first_key(length - 1, window, chunked)", "0",
                  WINDOWED, 6, POISON, id="window of a decode"),
     pytest.param("_attend_row", "hidden |= pos[begin:end][None, :] < at // window * window", "pass",
                  WINDOWED, -6, POISON, id="chunk of a query"),
@@ -126,10 +127,11 @@ def test_the_torch_form_fails_without(
     name: str, line: str, instead: str, rows: Rows, window: int, poisons: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    owner = attention if hasattr(attention, name) else torch_side  # whoever calls it has its name
     for poison in poisons:
         rows_hold(rows, window, poison)
         with monkeypatch.context() as patch:
-            take_out(patch, attention, name, line, instead)
+            take_out(patch, owner, name, line, instead)
             # A padded row without its guard divides by its zero keys: that too is a failure.
             with pytest.raises((AssertionError, RuntimeError, ArithmeticError)):
                 rows_hold(rows, window, poison)
@@ -209,7 +211,7 @@ def test_pages_of_others_are_felt_when_the_guard_is_out(
     else:
         guard = "place.gather(1, torch.minimum(at, last))"
         instead = "place.gather(1, at.clamp(max=place.shape[1] - 1))"
-        take_out(monkeypatch, attention, "_attend_single", guard, instead)
+        take_out(monkeypatch, torch_side, "_attend_single", guard, instead)
     with pytest.raises(AssertionError):
         others_hold(1, NAN, DEVICES[form])
 

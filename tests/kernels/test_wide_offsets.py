@@ -23,9 +23,9 @@ _TILES = {"n_tiles per_row program"}
 SMALL = {
     # Rows of the tables: targets by slots; groups: experts by slots.
     "dense_lora._embedding_kernel": _TARGETS,
-    "moe_gate._count_kernel": {"num_experts num_slots", "num_experts slots_ptr"},
-    "moe_gate._scatter_kernel": {"num_experts num_slots", "num_experts slots_ptr"},
-    "moe_gate._sort_kernel": {"num_experts num_slots", "num_experts slots_ptr"},
+    "worklist._count_kernel": {"num_experts num_slots", "num_experts slots_ptr"},
+    "worklist._scatter_kernel": {"num_experts num_slots", "num_experts slots_ptr"},
+    "worklist._sort_kernel": {"num_experts num_slots", "num_experts slots_ptr"},
     # The same, and a row's tiles; a decode step's rows by splits and targets.
     "lora_decode._shrink_kernel": _THREE,
     "lora_decode._expand_kernel": _TARGETS

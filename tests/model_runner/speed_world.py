@@ -122,7 +122,7 @@ def steps_of(engine: Engine, requests: Sequence[Request], slots_off: bool = Fals
     engine.load_adapters(r.adapter for r in requests if r.adapter is not None)
     for request in requests:
         engine.submit(request)
-    while engine._arriving:
+    while engine._arrivals:
         engine.store.poll()
         engine._admit_arrived()
     found: list[Step] = []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.moe_gate
+import kernels.worklist
 from adapter_store.ref import AdapterRef
 from model_runner.engine import Engine
 from model_runner.execution.cuda_graphs import GraphKey, StepGraphs
@@ -110,7 +110,7 @@ def test_base_rows_feel_no_adapter(device: str, folders, tmp_path, monkeypatch) 
         base_rows_feel_no_adapter(engine, folders[1], "a")
         if device == "cpu":
             line, instead = "if 0 <= s < num_slots", "if s < num_slots"
-            take_out(monkeypatch, kernels.moe_gate, "slot_groups", line, instead)
+            take_out(monkeypatch, kernels.worklist, "slot_groups", line, instead)
         else:
             engine.runner._graphs = None  # they were captured with the guard
             put_in_decode_kernels(monkeypatch, "(slot >= 0) &", "", tmp_path)

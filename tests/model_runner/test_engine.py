@@ -486,7 +486,7 @@ def test_a_modest_request_whose_room_goes_while_its_adapter_arrives_leaves_nothi
         patch.setattr(engine.store, "has_room", lambda ref: False)
         (output,) = engine.step()
     assert output.error_code is ErrorCode.NO_ROOM
-    assert not engine.has_work and not engine._submitted_s and not engine._modest
+    assert not engine.has_work and not engine._arrivals and not engine._modest
 
 
 def test_a_new_request_is_not_refused_for_a_modest_one_of_the_same_id(engine, monkeypatch):

@@ -12,9 +12,9 @@ from functools import cache
 
 import pytest
 
-import kernels.moe_gate
-import kernels.paged_attention as attention
+import kernels.paged_attention_torch as attention
 import kernels.sample_token
+import kernels.worklist
 import model_runner.execution.runner as runner
 from adapter_store.arena import AdapterArena
 from adapter_store.slot_table import SlotTable
@@ -231,7 +231,7 @@ GUARDS = [
     pytest.param(the_crowd_feels_nothing, PageTables, "rows",
                  "copied *= seen == batch.step - 1", "pass",
                  id="pages of before a preemption"),
-    pytest.param(the_crowd_feels_nothing, kernels.moe_gate, "slot_groups",
+    pytest.param(the_crowd_feels_nothing, kernels.worklist, "slot_groups",
                  "if 0 <= s < num_slots", "if s < num_slots", id="slot -1"),
     pytest.param(the_crowd_feels_nothing, SlotTable, "acquire",
                  "self._idle.pop(index, None)", "pass", id="eviction of what is in use"),
@@ -241,11 +241,11 @@ GUARDS = [
                  "position - self.window + 1", "position",
                  id="pages that a window still reads"),
     pytest.param(what_fell_out_of_a_window_is_not_felt, attention, "_attend_single",
-                 "_first_key(length - 1, window, chunked)", "0", id="window of a decode"),
+                 "first_key(length - 1, window, chunked)", "0", id="window of a decode"),
     pytest.param(what_fell_out_of_a_window_is_not_felt, attention, "_attend_row",
-                 "low = _first_key(start, window, chunked)",
+                 "low = first_key(start, window, chunked)",
                  "window, low = 0, 0", id="window of a chunk"),
-    pytest.param(strange_slots_are_not_felt, kernels.moe_gate, "slot_groups",
+    pytest.param(strange_slots_are_not_felt, kernels.worklist, "slot_groups",
                  "if 0 <= s < num_slots", "if s < num_slots", id="slot -1 of others"),
     pytest.param(an_adapters_step_leaves_no_slots_behind, runner, "fill_decode",
                  '("slot_of_token", batch.slots, -1),', "", id="stale slots of a decode"),
