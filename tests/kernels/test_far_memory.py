@@ -95,27 +95,37 @@ def small_case(op: str, name: str) -> Case:
     return next(case for case in OPS[op].cases() if case.name == name)
 
 
-MOVES: list[tuple[str, str, Callable[[Inputs], Inputs]]] = [
+Move = Callable[[Inputs], Inputs]
+MOVES: list[tuple[str, str, Move]] = [
     ("paged_attention", "mixed_d64", move_caches),
-    ("paged_attention", "decode_captured", move_caches),
     ("rope_kv_write", "t7_q10_k2_d64_skip3", move_caches),
     ("mla_attention", "mixed", move_caches),
-    ("mla_attention", "decode_split", move_caches),
     ("mla_kv_write", "t7_q9_r40_d12_skip3_halves", move_caches),
     ("moe_lora", "down_odd", move_adapters),
     ("moe_lora", "decode_down_odd", move_adapters),
     ("lora_gated_act", "odd", move_adapters),
-    ("dense_lora_multi", "odd", move_adapters),
-    ("dense_lora_multi", "single_odd", move_adapters),
     ("embedding_lora", "odd", move_adapters),
     ("mla_query_lora", "odd", move_adapters),
     ("mla_value_lora", "tiles", move_adapters),
-    *[("moe_down", f"{kind}_odd", move_experts) for kind in ("bias", "mxfp4")],
+    ("moe_down", "bias_odd", move_experts),
+    ("moe_down", "mxfp4_odd", move_experts),
     ("moe_gate_up", "packed_crowded", move_experts),
+]
+# Other forms of kernels that are tried above.
+MORE: list[tuple[str, str, Move]] = [
+    ("paged_attention", "decode_captured", move_caches),
+    ("mla_attention", "decode_split", move_caches),
+    ("dense_lora_multi", "odd", move_adapters),
+    ("dense_lora_multi", "single_odd", move_adapters),
+]
+CHECKS = [
+    pytest.param(*check, id="-".join(check[:2]), marks=[pytest.mark.slow] if slow else [])
+    for some, slow in ((MOVES, False), (MORE, True))
+    for check in some
 ]
 
 
-def far_equals_near(op: Op, case: Case, move: Callable[[Inputs], Inputs]) -> None:
+def far_equals_near(op: Op, case: Case, move: Move) -> None:
     inputs = case.make("cpu", torch.float32, 7)
     want = outputs_of(op, op.run, copy_of(inputs))
     got = outputs_of(op, op.run, move(inputs))
@@ -124,8 +134,8 @@ def far_equals_near(op: Op, case: Case, move: Callable[[Inputs], Inputs]) -> Non
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize(("op", "name", "move"), MOVES, ids=[f"{m[0]}-{m[1]}" for m in MOVES])
-def test_what_lies_far_is_found(op: str, name: str, move: Callable[[Inputs], Inputs]) -> None:
+@pytest.mark.parametrize(("op", "name", "move"), CHECKS)
+def test_what_lies_far_is_found(op: str, name: str, move: Move) -> None:
     far_equals_near(OPS[op], small_case(op, name), move)
 
 
