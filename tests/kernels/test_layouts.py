@@ -18,6 +18,13 @@ from tests.kernels.far_memory import far_rows
 from tests.kernels.test_ops import assert_fp32_close, copy_of, outputs_of
 
 TORCH = {"dequantize_mxfp4"}  # no kernel of ours
+# They launch what another one does: moe_lora and dense_lora_multi, moe_down, mla_query_lora.
+LIKE_OTHERS = {"dense_lora", "moe_gate_up", "mla_value_lora"}
+CHECKED = [
+    pytest.param(op, id=name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else [])
+    for name, op in OPS.items()
+    if name not in TORCH
+]
 
 
 def gaps(x: Tensor) -> Tensor:
@@ -48,12 +55,8 @@ def smallest_cases(op: Op) -> dict[tuple[str, str], Inputs]:
     return {key: inputs for key, (_, inputs) in found.items()}
 
 
-def _name(op: Op) -> str:
-    return op.name
-
-
 @pytest.mark.interp
-@pytest.mark.parametrize("op", [op for name, op in OPS.items() if name not in TORCH], ids=_name)
+@pytest.mark.parametrize("op", CHECKED)
 def test_no_layout_is_taken_for_another(op: Op) -> None:
     wanted: dict[int, list[Tensor]] = {}
     computed = 0
