@@ -23,7 +23,7 @@ from kernels.fused_moe_lora import (
 from kernels.lora_decode import add_rows
 from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.tiling import slot_block_m
 from kernels.worklist import build_worklist, slot_groups
 
@@ -124,6 +124,7 @@ def embedding_lora(
         return
     num_tokens, hidden = y.shape
     assert y.stride(1) == 1, "columns must lie side by side"
+    require_contiguous(token_ids=token_ids, slot_of_token=slot_of_token)
     if num_tokens:
         _embedding_kernel[(triton.cdiv(hidden, EMBED_BLOCK), num_tokens)](
             y, token_ids, slot_of_token,

@@ -24,7 +24,7 @@ from kernels.mxfp4_packed import (
     packed_specs,
     unpack_mxfp4,
 )
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.tiling import gpu_name, moe_block_m, tiles_for
 from kernels.worklist import build_worklist
 
@@ -160,6 +160,10 @@ def _grouped_product(
 ) -> Tensor:  # fmt: skip
     assert work is not None, "the Triton products need a worklist"
     assert x.stride(1) == 1 and x.shape[1] == experts.in_features, (x.shape, experts.in_features)
+    require_contiguous(
+        weight=experts.weight, blocks=experts.blocks, scales=experts.scales, bias=experts.bias,
+        weights=weights,
+    )  # fmt: skip
     mxfp4 = experts.blocks is not None
     out, in_ = experts.out_features, experts.in_features
     shape = {"rows": ids.numel(), "out": out, "in": in_}

@@ -18,8 +18,15 @@ from torch import Tensor
 from kernels.lora_decode import add_pairs
 from kernels.lora_decode import aot_specs as decode_aot_specs
 from kernels.lora_tables import LoraTables, Worklist
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
-from kernels.tiling import MAX_LORA_RANK, gpu_name, moe_block_m, tiles_for
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
+from kernels.tiling import (
+    MAX_LORA_RANK,
+    Tiles,
+    gpu_name,
+    moe_block_m,
+    power_of_two,
+    tiles_for,
+)
 from kernels.worklist import build_worklist, slot_groups
 
 MAX_TARGETS = 3
@@ -168,11 +175,13 @@ def add_lora(
     assert 1 <= num_targets <= MAX_TARGETS and num_targets == len(ys), (num_targets, len(ys))
     assert x.dtype == tables.memory.dtype, (x.dtype, tables.memory.dtype)
     assert x.stride(1) == 1 and all(y.stride(1) == 1 for y in ys), "columns must lie side by side"
+    require_contiguous(weights=weights)
     if not num_rows:
         return
     in_, max_rank, gpu = x.shape[1], tables.max_rank, gpu_name(x.device)
-    block_r = min(MAX_BLOCK_R, max(16, triton.next_power_of_2(max_rank)))
-    shrink = tiles_for("lora_shrink", {"rows": num_rows, "out": max_rank, "in": in_}, gpu)
+    lanes = power_of_two(max_rank)  # as tiles are looked up, and what a program holds at most
+    block_r = min(MAX_BLOCK_R, max(16, lanes))
+    shrink = tiles_for("lora_shrink", {"rows": num_rows, "out": lanes, "in": in_}, gpu)
     split_k = min(shrink.split_k, triton.cdiv(in_, shrink.block_k))
     atomic = split_k > 1 and not deterministic
     parts = split_k if deterministic else 1
@@ -188,7 +197,7 @@ def add_lora(
         ATOMIC=atomic, num_warps=shrink.num_warps, num_stages=shrink.num_stages,
     )  # fmt: skip
     out = max(y.shape[1] for y in ys)
-    expand = tiles_for("lora_expand", {"rows": num_rows, "out": out, "in": max_rank}, gpu)
+    expand = tiles_for("lora_expand", {"rows": num_rows, "out": out, "in": lanes}, gpu)
     places = (*ys, *(ys[:1] * (MAX_TARGETS - num_targets)))
     _expand_kernel[(num_segments * triton.cdiv(out, expand.block_n), num_targets)](
         z, *places, tables.memory, tables.a_off, tables.b_off, tables.b_stride, tables.lora_rank,
@@ -196,8 +205,14 @@ def add_lora(
         num_rows, *(y.stride(0) for y in places), *(y.shape[1] for y in places), out, max_rank,
         NUM_TARGETS=num_targets, WEIGHTED=weights is not None, PARTS=parts, BLOCK_M=work.block_m,
         BLOCK_R=block_r, BLOCK_N=expand.block_n,
-        num_warps=expand.num_warps, num_stages=expand.num_stages,
+        num_warps=_expand_warps(expand, work.block_m), num_stages=expand.num_stages,
     )  # fmt: skip
+
+
+def _expand_warps(tiles: Tiles, block_m: int) -> int:
+    """A tile of many rows takes four warps at least: Hopper's wide products are theirs, and fewer
+    could not hold its sums in their registers. Files are measured with tiles of few rows too."""
+    return max(tiles.num_warps, 4) if block_m > 16 else tiles.num_warps
 
 
 @triton.jit
@@ -437,7 +452,8 @@ def aot_specs(
 ) -> Iterator[AotSpec]:  # fmt: skip
     """The two compilations that one call of `add_lora` uses on an H200."""
     block_r = min(MAX_BLOCK_R, max(16, triton.next_power_of_2(max_rank)))
-    t = tiles_for("lora_shrink", {"rows": rows, "out": max_rank, "in": in_}, "NVIDIA H200")
+    lanes = power_of_two(max_rank)
+    t = tiles_for("lora_shrink", {"rows": rows, "out": lanes, "in": in_}, "NVIDIA H200")
     split_k = min(t.split_k, triton.cdiv(in_, t.block_k))
     constants = {
         "X_DIV": x_div, "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": t.block_k,
@@ -446,12 +462,13 @@ def aot_specs(
         "ATOMIC": split_k > 1 and not deterministic,
     }  # fmt: skip
     yield _spec(f"{name}_shrink", _shrink_kernel, constants, t.num_warps, t.num_stages)
-    t = tiles_for("lora_expand", {"rows": rows, "out": max(outs), "in": max_rank}, "NVIDIA H200")
+    t = tiles_for("lora_expand", {"rows": rows, "out": max(outs), "in": lanes}, "NVIDIA H200")
     constants = {
         "NUM_TARGETS": len(outs), "WEIGHTED": weighted, "PARTS": split_k if deterministic else 1,
         "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_N": t.block_n,
     }  # fmt: skip
-    yield _spec(f"{name}_expand", _expand_kernel, constants, t.num_warps, t.num_stages)
+    warps = _expand_warps(t, block_m)
+    yield _spec(f"{name}_expand", _expand_kernel, constants, warps, t.num_stages)
 
 
 def _spec(

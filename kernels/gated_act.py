@@ -31,6 +31,7 @@ def gated_act(gate_up: Tensor, kind: str) -> Tensor:
     if not use_triton(gate_up):
         return gated_act_reference(gate_up, kind)
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1, "columns must lie side by side"
     out = gate_up.new_empty(num_rows, inner)  # [N, I]
     if num_rows:
         overlap = can_overlap(gate_up.device)

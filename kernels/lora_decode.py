@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.lora_tables import LoraTables
-from kernels.op import AotSpec
+from kernels.op import AotSpec, require_contiguous
 from kernels.overlap import can_overlap, follow
 from kernels.tiling import gpu_name, power_of_two, tiles_for
 
@@ -67,8 +67,9 @@ def decode_tiles(num_rows: int, in_: int, out: int, max_rank: int, gpu: str) -> 
 
     out  of the widest target;  gpu  as in `tiles_for`
     """
-    shrink = tiles_for("decode_shrink", {"rows": num_rows, "out": max_rank, "in": in_}, gpu)
-    expand = tiles_for("decode_expand", {"rows": num_rows, "out": out, "in": max_rank}, gpu)
+    lanes = power_of_two(max_rank)  # what a program holds, also for ranks between
+    shrink = tiles_for("decode_shrink", {"rows": num_rows, "out": lanes, "in": in_}, gpu)
+    expand = tiles_for("decode_expand", {"rows": num_rows, "out": out, "in": lanes}, gpu)
     return DecodeTiles(shrink.block_k, expand.block_n, shrink.num_warps, expand.num_warps)
 
 
@@ -195,6 +196,7 @@ def _expand(ys: tuple[Tensor, ...], lora: Shrunk, weights: Tensor | None) -> Non
     tables, tiles, num_rows = lora.tables, lora.tiles, lora.num_rows
     assert len(ys) == len(lora.targets), (len(ys), lora.targets)
     assert all(y.stride(1) == 1 for y in ys), "columns must lie side by side"
+    require_contiguous(weights=weights)
     if not num_rows:
         return
     num_n = [triton.cdiv(y.shape[1], tiles.block_n) for y in ys]

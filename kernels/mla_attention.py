@@ -23,7 +23,7 @@ from kernels.mla_attention_triton import (
     prefill_kernel,
     prefill_tile,
 )
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.paged_attention import Rows, make_case
 from kernels.paged_attention_torch import paged_attention_reference
 from kernels.paged_attention_triton import MAX_SPLITS
@@ -60,8 +60,9 @@ def mla_attention(
             q_latent, q_rope, cache, page_table, seq_lens, cu_q,
             scale=scale, max_q=max_q, max_len=max_len,
         )  # fmt: skip
-    assert q_latent.is_contiguous() and cache.is_contiguous() and q_rope.stride(2) == 1
+    assert q_rope.stride(2) == 1, f"q_rope must have contiguous heads, strides {q_rope.stride()}"
     assert page_table.stride(1) == 1, "a row's pages must lie side by side"
+    require_contiguous(q_latent=q_latent, cache=cache, seq_lens=seq_lens, cu_q=cu_q)
     if not q_latent.shape[0] or not seq_lens.shape[0]:
         return torch.zeros_like(q_latent)
     args = (q_latent, q_rope, cache, page_table, seq_lens, cu_q, scale)

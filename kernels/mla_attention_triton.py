@@ -115,9 +115,10 @@ def prefill(
     out = torch.zeros_like(q_latent)  # [T, Q, R]; tokens of no row stay zero
     tile = tile or prefill_tile(num_heads, wide=q_latent.element_size() == 4)
     # Row s begins its tiles at tile cu_q[s] // tokens + s: distinct for all rows, and no more than
-    # this many together, whatever the rows' lengths are.
-    grid = (triton.cdiv(num_heads, tile.heads), num_tokens // tile.tokens + num_rows)
-    prefill_kernel[grid](
+    # this many together, whatever the rows' lengths are. Along one side: with many heads a tile has
+    # one token, and there may be more tiles than a grid's second side takes.
+    num_tiles = num_tokens // tile.tokens + num_rows
+    prefill_kernel[(triton.cdiv(num_heads, tile.heads) * num_tiles,)](
         q_latent, q_rope, cache, page_table, seq_lens, cu_q, out,
         num_rows, page_table.stride(0), q_rope.stride(0), q_rope.stride(1), scale,
         Q=num_heads, R=latent, D=dim, C=cache.shape[1], BLOCK_T=tile.tokens, BLOCK_H=tile.heads,
@@ -249,8 +250,10 @@ def prefill_kernel(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
+    head_blocks: tl.constexpr = (Q + BLOCK_H - 1) // BLOCK_H
     # The last tiles of a prompt see the most keys: they begin first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = place // head_blocks
     row = 0
     right = num_rows
     while right - row > 1:  # the last row that begins its tiles at or before this one
@@ -268,7 +271,7 @@ def prefill_kernel(
         return
     lane = tl.arange(0, BLOCK_T * BLOCK_H)  # [M]
     token = first + lane // BLOCK_H  # [M]
-    head = tl.program_id(0) * BLOCK_H + lane % BLOCK_H  # [M]
+    head = place % head_blocks * BLOCK_H + lane % BLOCK_H  # [M]
     r = tl.arange(0, BLOCK_R)  # [BLOCK_R]
     d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mine = (token < stop) & (head < Q)  # [M]

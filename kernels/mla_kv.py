@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.norm import rms_norm_reference
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.rope_kv import rotate
 
 _BLOCK_H = 8  # heads of one program
@@ -44,8 +44,11 @@ def mla_kv_write(
     num_tokens, num_heads, dim = q_rope.shape
     latent = norm.shape[0]
     assert q_rope.stride(2) == 1 and kv.stride(1) == 1, (q_rope.stride(), kv.stride())
-    assert cache.is_contiguous() and cache.shape[2] == latent + dim == kv.shape[1]
-    assert cos_sin.is_contiguous() and cos_sin.shape[1] == dim and cos_sin.dtype == torch.float32
+    assert cache.shape[2] == latent + dim == kv.shape[1], (cache.shape, kv.shape, latent, dim)
+    assert cos_sin.shape[1] == dim and cos_sin.dtype == torch.float32, (cos_sin.shape, dim)
+    require_contiguous(
+        cache=cache, cos_sin=cos_sin, positions=positions, write_idx=write_idx, norm=norm
+    )
     if num_tokens:
         _mla_kv_kernel[(num_tokens, triton.cdiv(num_heads, _BLOCK_H) + 1)](
             q_rope, kv, cos_sin, positions, cache, write_idx, norm,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.fused_moe_lora import random_tables, slot_factors
 from kernels.lora_tables import LoraTables
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.worklist import slot_groups
 
 _BLOCK_R = 16
@@ -112,6 +112,7 @@ def _launch(
     num_tokens, num_heads, in_ = x.shape
     out = y.shape[2]
     assert y.is_contiguous() and x.stride(2) == 1, (y.stride(), x.stride())
+    require_contiguous(slot_of_token=slot_of_token)
     if not num_tokens:
         return
     first_off, second_off = (

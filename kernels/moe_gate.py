@@ -28,6 +28,7 @@ def moe_gate(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
         raise ValueError(f"top_k must be in 1..{num_experts} (the experts), not {top_k}")
     if not use_triton(logits):
         return moe_gate_reference(logits, top_k, renormalize)
+    assert logits.stride(1) == 1, "the logits of a token must lie side by side"
     weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)  # [T, K]
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int32)  # [T, K]
     if num_tokens:

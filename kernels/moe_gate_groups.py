@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def moe_gate_groups(
     if not use_triton(logits):
         return moe_gate_groups_reference(logits, bias, top_k, rule)
     assert rule.group_best <= 2, "the kernel adds up to two scores of a group"
+    assert logits.stride(1) == 1, "the logits of a token must lie side by side"
+    require_contiguous(bias=bias)
     weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)  # [T, K]
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int32)  # [T, K]
     if num_tokens:

@@ -41,6 +41,7 @@ def moe_route(
     if not use_triton(logits) or not num_tokens or form is None:
         weights, ids = moe_gate(logits, top_k, renormalize)
         return weights, ids, build_worklist(ids, None, num_experts, 0, block_m)
+    assert logits.stride(1) == 1, "the logits of a token must lie side by side"
     num_rows = num_tokens * top_k
     num_segments = segment_capacity(num_rows, num_experts, block_m)
     weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)  # [T, K]
@@ -87,7 +88,7 @@ def _route_kernel(
     token = tl.arange(0, BLOCK_T)[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
     live = (token < num_tokens) & (expert < num_experts)
-    logits_ptrs = logits_ptr + token * row_stride + expert
+    logits_ptrs = logits_ptr + token.to(tl.int64) * row_stride + expert
     if OVERLAP:
         gdc_wait()
     logits = tl.load(logits_ptrs, mask=live, other=0.0, cache_modifier=".cg")

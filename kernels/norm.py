@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.overlap import can_overlap, follow
 
 # Values that one program holds: short rows (the heads of a q/k norm) share a program.
@@ -79,6 +79,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     num_rows = out.shape[0] * heads
     assert x.stride(-1) == 1, f"the last dimension of x must be contiguous, strides {x.stride()}"
     assert weight.shape == (width,), f"weight {tuple(weight.shape)} for rows of {width}"
+    assert residual is None or residual.stride(1) == 1, f"residual's strides {residual.stride()}"
+    require_contiguous(weight=weight)
     if num_rows == 0:
         return
     parts = x.shape[0] // out.shape[0]

@@ -107,6 +107,13 @@ def use_triton(x: Tensor) -> bool:
     return (x.is_cuda or interpreting()) and not _reference_only
 
 
+def require_contiguous(**tensors: Tensor | None) -> None:
+    """For tensors that a kernel walks without strides. Errors: AssertionError that names the one
+    whose elements do not lie side by side: it would be read wrong, and nobody told."""
+    for name, x in tensors.items():
+        assert x is None or x.is_contiguous(), f"{name} must be contiguous, strides {x.stride()}"
+
+
 _compiled: list[str] = []
 
 

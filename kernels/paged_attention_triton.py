@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.op import interpreting
+from kernels.op import interpreting, require_contiguous
 from kernels.overlap import can_overlap, follow
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -67,6 +67,7 @@ def decode(
     settled: bool,
 ) -> None:
     """Rows of exactly one query: keys in splits, then one combining launch if there are several."""
+    require_contiguous(k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_q=cu_q, sinks=sinks)
     overlap = can_overlap(q.device)
     num_tokens, num_q, dim = q.shape
     num_rows, num_kv = seq_lens.shape[0], k_cache.shape[2]
@@ -158,6 +159,7 @@ def prefill(
     chunked: bool,
 ) -> None:
     """Rows of several queries: blocks of query tokens, all heads of one kv head in a tile."""
+    require_contiguous(k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_q=cu_q, sinks=sinks)
     num_tokens, num_q, dim = q.shape
     num_rows, num_kv = seq_lens.shape[0], k_cache.shape[2]
     heads = triton.next_power_of_2(num_q // num_kv)

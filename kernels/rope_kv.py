@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.norm import rms_norm_reference
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 from kernels.overlap import can_overlap, follow
 
 _BLOCK_H = 8  # heads of one program
@@ -53,10 +53,13 @@ def rope_kv_write(
         assert x.stride()[1:] == (dim, 1), f"{name} must have contiguous heads, {x.stride()}"
     if cos_sin is not None:
         assert cos_sin.shape[1] == dim, f"cos_sin is {cos_sin.shape[1]} wide, the head {dim}"
-        assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        assert cos_sin.dtype == torch.float32, cos_sin.dtype
     assert k_cache.shape[2:] == k.shape[1:] == v.shape[1:] and v_cache.shape == k_cache.shape
     assert (q_norm is None) == (k_norm is None), "a norm of q or k alone is not known"
+    require_contiguous(
+        cos_sin=cos_sin, positions=positions, k_cache=k_cache, v_cache=v_cache,
+        write_idx=write_idx, q_norm=q_norm, k_norm=k_norm,
+    )  # fmt: skip
     if num_tokens == 0:
         return
     overlap = can_overlap(q.device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.op import AotSpec, Case, Inputs, Op, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, require_contiguous, use_triton
 
 NOT_FINITE = -1  # the token of a row that holds NaN, +inf, or nothing but -inf
 BLOCK_V = 4096
@@ -37,6 +37,7 @@ def sample_token(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor
     num_blocks = triton.cdiv(vocab, BLOCK_V)
     assert num_blocks <= MAX_BLOCKS, f"{vocab} tokens are more than {MAX_BLOCKS * BLOCK_V}"
     assert logits.stride(1) == 1, "the logits of a row must lie side by side"
+    require_contiguous(temperature=temperature, uniform=uniform)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)  # [Z]
     if not num_rows:
         return tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear as linear_reference
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.op import AotSpec, Case, Inputs, Op, interpreting, use_triton
+from kernels.op import AotSpec, Case, Inputs, Op, interpreting, require_contiguous, use_triton
 from kernels.overlap import can_overlap, follow
 from kernels.tiling import Tiles, gpu_name, power_of_two, tiles_for
 
@@ -74,6 +74,7 @@ def product(
     out = weight.shape[0]
     assert weight.shape[1] == in_ and (bias is None or bias.shape == (out,)), weight.shape
     y = x.new_empty(num_rows, out)  # [T, out]
+    require_contiguous(bias=bias)
     if overlap is None:
         overlap = can_overlap(x.device)
     operands = (x, weight, bias if bias is not None else x, y)

@@ -23,6 +23,8 @@ OPS = (
     "moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_shrink", "lora_expand", "decode_shrink",
     "decode_expand", "linear_dot", "linear_sum",
 )  # fmt: skip
+# Those whose block_n is a side of a tensor core's product, which has 16 at least.
+DOTS = ("moe_gemm", "moe_gemm_mxfp4", "moe_gemm_packed", "lora_expand", "linear_dot")
 # The key of a file that says how its numbers were measured; no op.
 MEASURED = "measured"
 # The largest rank that the LoRA kernels are tested with.
@@ -181,7 +183,7 @@ def parse_tiles(
     unknown = set(raw) - {*OPS, MEASURED}
     if missing or unknown:
         raise ValueError(f"{source}: missing ops {sorted(missing)}, unknown {sorted(unknown)}")
-    return {op: tuple(_entry(raw[op], i, f"{source}: {op}") for i in range(_count(raw, op, source)))
+    return {op: tuple(_entry(raw[op], i, op, source) for i in range(_count(raw, op, source)))
             for op in OPS}  # fmt: skip
 
 
@@ -191,7 +193,10 @@ def _count(raw: Mapping[str, Any], op: str, source: str) -> int:
     return len(raw[op])
 
 
-def _entry(entries: list[dict[str, int]], i: int, where: str) -> tuple[tuple[int, ...], Tiles]:
+def _entry(
+    entries: list[dict[str, int]], i: int, op: str, source: str
+) -> tuple[tuple[int, ...], Tiles]:
+    where = f"{source}: {op}"
     try:
         entry = dict(entries[i])
         key = tuple(entry.pop(k) for k in KEYS)
@@ -200,6 +205,8 @@ def _entry(entries: list[dict[str, int]], i: int, where: str) -> tuple[tuple[int
         tiles = Tiles(**entry)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}[{i}]: {error}") from error
+    if op in DOTS and tiles.block_n < 16:
+        raise ValueError(f"{where}[{i}]: block_n must be at least 16, not {tiles.block_n}")
     if tiles.shared_bytes(16) > SHARED_BYTES:
         raise ValueError(f"{where}[{i}]: needs {tiles.shared_bytes(16)} bytes of shared memory")
     return key, tiles

@@ -5,6 +5,7 @@ Built in the order in which they take memory: weights, then adapters, then what 
 Not here: running them.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kernels.op import references_only
 from kernels.tiling import check_start, gpu_name
 from model_runner.config import EngineConfig
 from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
-from model_runner.execution.kv_cache import allocate_kv, page_bytes, plan_kv
+from model_runner.execution.kv_cache import KvLayout, allocate_kv, page_bytes, plan_kv
 from model_runner.execution.runner import ModelRunner
 from model_runner.models.base import ModelConfig, read_json
 from model_runner.models.decoder import Decoder
@@ -65,7 +66,10 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     on_cpu = device.type == "cpu"
     family, model_config = read_model_config(Path(config.model))
     dtype, weight_dtype = choose_dtypes(config, model_config, on_cpu)
-    max_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
+    layout = plan_kv(model_config)
+    size = page_bytes(model_config, layout, config.page_tokens, dtype)
+    max_len = config.max_model_len or _most_tokens(config, layout, size, device)
+    max_len = min(max_len, model_config.max_positions)
     with torch.inference_mode():
         model = family(model_config, _open_reader(config, device, weight_dtype), max_len)
     targets = assuming(model.lora_targets, config.assume_transformers)
@@ -88,11 +92,11 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
         s3=s3,
         base_folder=Path(config.model),
     )
-    layout = plan_kv(model_config)
-    size = page_bytes(model_config, layout, config.page_tokens, dtype)
     num_pages = _count_pages(config.kv_bytes, size, device)
     caches = allocate_kv(model_config, layout, num_pages, config.page_tokens, dtype, device)
     pool = PagePool(num_pages, config.page_tokens, layout.groups, config.prefix_cache)
+    if not config.max_model_len:
+        max_len = pool.longest(config.max_step_tokens, max_len)
     runner = ModelRunner(
         model,
         layout,
@@ -173,6 +177,19 @@ def _open_reader(
 def _view_tables(a: AdapterArena) -> LoraTables:
     """The arena as kernels see it."""
     return LoraTables(a.memory, a.a_off, a.b_off, a.a_stride, a.b_stride, a.lora_rank, a.max_rank)
+
+
+def _most_tokens(
+    config: EngineConfig, layout: KvLayout, bytes_per_page: int, device: torch.device
+) -> int:
+    """Tokens of one sequence that the device could hold if it held nothing else: tables by position
+    are made with the model, before the pages are counted, and a model may allow ten million."""
+    if all(group.window for group in layout.groups):
+        return sys.maxsize
+    budget = config.kv_bytes or CPU_KV_BYTES
+    if device.type == "cuda" and not config.kv_bytes:
+        budget = torch.cuda.get_device_properties(device).total_memory
+    return budget // bytes_per_page * config.page_tokens
 
 
 def _count_pages(kv_bytes: int, bytes_per_page: int, device: torch.device) -> int:

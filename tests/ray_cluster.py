@@ -8,14 +8,10 @@ Not for judging what the kills did.
 """
 
 import os
-import secrets
-import shutil
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ from deployments.application import start
 from deployments.config import load_config
 from deployments.local_s3 import REGION
 from deployments.placement.view import ReplicaView
+from tests.ray_world import end_ray, ray_world
 from tests.s3_server import READER_KEY, READER_SECRET, start_s3_server
 
 DEMO = Path(__file__).resolve().parent / "data" / "demo"
@@ -172,49 +169,28 @@ def three_nodes() -> Iterator[Nodes]:
 
 @contextmanager
 def _three_nodes(endpoint_url: str) -> Iterator[Nodes]:
-    private = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))
-    token = private / "token"
-    token.write_text(secrets.token_hex(32))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
-        "RAY_TMPDIR": str(private),
-        "RAY_AUTH_TOKEN_PATH": str(token),
         "TEST_S3_KEY": READER_KEY,
         "TEST_S3_SECRET": READER_SECRET,
-        "PYTHONPATH": str(DEMO.parents[2]),
         "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # both ingresses are to have streams
         # A node whose raylet refuses connections is dead after two seconds, not after fifteen.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "5000",
         "RAY_health_check_failure_threshold": "2",
     }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ |= environment
-    cluster = None
-    try:
+    with ray_world(environment) as world, ExitStack() as until_end:
         head = {"num_cpus": 1, "include_dashboard": False, **_NODE}
         cluster = Cluster(initialize_head=True, head_node_args=head)
+        until_end.callback(cluster.shutdown)
+        until_end.callback(end_ray)
         cluster.add_node(num_cpus=0, num_gpus=1, **_NODE)
-        nodes = Nodes(cluster, f"http://127.0.0.1:{port}")
+        nodes = Nodes(cluster, f"http://127.0.0.1:{world.port}")
         ray.init(address=cluster.address, log_to_driver=False)
-        path = private / "config.yaml"
-        path.write_text(yaml.safe_dump(settings(port, private, endpoint_url)))
+        path = world.private / "config.yaml"
+        path.write_text(yaml.safe_dump(settings(world.port, world.private, endpoint_url)))
         # One proxy: three on one machine would share the port, and clients would meet any of them.
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        options = {"host": "127.0.0.1", "port": world.port}
+        serve.start(proxy_location="HeadOnly", http_options=options)
         start(load_config(path))
         nodes.wait_whole()
         yield nodes
-    finally:
-        if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
-        if cluster is not None:
-            cluster.shutdown()
-        shutil.rmtree(private, ignore_errors=True)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -6,6 +6,7 @@ what fell out of a window, point there.
 """
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,15 @@ class PagePool:
         """Pages that a sequence holds at most while it computes `num_tokens` tokens in chunks."""
         blocks = self._blocks(num_tokens)
         return sum(min(blocks, self._bound(group, max_chunk, blocks)) for group in self.groups)
+
+    def longest(self, max_chunk: int, limit: int) -> int:
+        """Tokens of the longest sequence that fits while it is alone, `limit` at most. The last one
+        is sampled, and never computed."""
+
+        def is_too_long(num_tokens: int) -> bool:
+            return self.peak_pages(num_tokens, max_chunk) >= self.num_pages
+
+        return min(limit, 1 + bisect_left(range(1, limit), True, key=is_too_long))
 
     def match(self, table: PageTable, token_ids: Sequence[int]) -> int:
         """Tokens of the longest cached prefix that every group can serve.

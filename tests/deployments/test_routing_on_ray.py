@@ -6,13 +6,8 @@ three replicas, of four sequences each.
 
 import asyncio
 import json
-import secrets
-import shutil
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +21,7 @@ from deployments.config import load_config
 from deployments.metrics import MetricDelta
 from model_runner.stats import EngineStats
 from tests.deployments.conftest import DEMO
+from tests.ray_world import ray_world, start_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 STYLES = ("pirate", "formal", "spanish")
@@ -33,56 +29,43 @@ STYLES = ("pirate", "formal", "spanish")
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    private = Path(tempfile.mkdtemp(prefix="rr-", dir="/tmp"))
-    token = private / "token"
-    token.write_text(secrets.token_hex(32))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    engine = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_loras": 8}
-    model = {"path": str(DEMO / "base"), "num_cpus": 0.05, "engine": engine}
-    fixed = {"name": "fixed", "num_replicas": 2, "max_ongoing_requests": 2, "spill_after_s": 600}
-    elastic = {"name": "elastic", "min_replicas": 1, "max_replicas": 3, "scale_down_after_s": 2}
-    tenant = {
-        "tenant_id": "t",
-        "api_keys": ["key-of-t"],
-        "adapters": {
-            f"{style}-{number}": {"uri": style, "base": base}
-            for style in STYLES
-            for base in ("fixed", "elastic")
-            for number in (base, f"{base}-2")
-        },
-        "limits": {"max_concurrent_requests": 500},
-    }
-    settings = {
-        "models": [model | fixed, model | elastic],
-        "adapters": {"root": str(DEMO / "adapters"), "host_cache_dir": str(private / "tier")},
-        "tenants": [tenant],
-        "http": {"port": port},
-    }
-    path = private / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", str(private))
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        patch.setenv("PYTHONPATH", str(DEMO.parents[2]))
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-        )
-        try:
-            start(load_config(path))
-            found = f"http://127.0.0.1:{port}"
-            wait_until(lambda: httpx.get(f"{found}/ready", timeout=60).status_code == 200, 240)
-            yield found
-        finally:
-            serve.shutdown()
-            ray.shutdown()
-            shutil.rmtree(private, ignore_errors=True)
+    with ray_world({}) as world:
+        engine = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_loras": 8}
+        model = {"path": str(DEMO / "base"), "num_cpus": 0.05, "engine": engine}
+        fixed = {
+            "name": "fixed",
+            "num_replicas": 2,
+            "max_ongoing_requests": 2,
+            "spill_after_s": 600,
+        }
+        elastic = {"name": "elastic", "min_replicas": 1, "max_replicas": 3, "scale_down_after_s": 2}
+        tenant = {
+            "tenant_id": "t",
+            "api_keys": ["key-of-t"],
+            "adapters": {
+                f"{style}-{number}": {"uri": style, "base": base}
+                for style in STYLES
+                for base in ("fixed", "elastic")
+                for number in (base, f"{base}-2")
+            },
+            "limits": {"max_concurrent_requests": 500},
+        }
+        settings = {
+            "models": [model | fixed, model | elastic],
+            "adapters": {
+                "root": str(DEMO / "adapters"),
+                "host_cache_dir": str(world.private / "tier"),
+            },
+            "tenants": [tenant],
+            "http": {"port": world.port},
+        }
+        path = world.private / "config.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        start_ray()
+        start(load_config(path))
+        found = f"http://127.0.0.1:{world.port}"
+        wait_until(lambda: httpx.get(f"{found}/ready", timeout=60).status_code == 200, 240)
+        yield found
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float) -> None:

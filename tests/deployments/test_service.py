@@ -8,10 +8,7 @@ import asyncio
 import json
 import os
 import re
-import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -45,6 +42,7 @@ from tests.prometheus_server import (
     rule_expressions,
     start_prometheus,
 )
+from tests.ray_world import ray_world, start_ray
 from tests.s3_server import READER_KEY, READER_SECRET, Relay, S3Server, start_s3_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -131,25 +129,16 @@ class Metrics:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    private = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
-    token = private / "token"
-    token.write_text(secrets.token_hex(32))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
-        "RAY_TMPDIR": str(private),
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "PYTHONPATH": str(DEMO.parent.parent.parent),
         "TEST_S3_KEY": READER_KEY,
         "TEST_S3_SECRET": READER_SECRET,
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
     }
     stalled: set[str] = set()
-    with pytest.MonkeyPatch.context() as patch, start_s3_server() as s3:
+    with ExitStack() as until_end:
+        s3 = until_end.enter_context(start_s3_server())
         environment |= {"TEST_USAGE_KEY": s3.access_key, "TEST_USAGE_SECRET": s3.secret_key}
-        for name, value in environment.items():
-            patch.setenv(name, value)
+        world = until_end.enter_context(ray_world(environment))
         for bucket in ("open", "closed", "usage"):
             s3.client().create_bucket(Bucket=bucket)
         for style in STYLES:
@@ -164,30 +153,18 @@ def service() -> Iterator[Service]:
         for name, extra, text in extras_in_s3():
             s3.put_folder("open", name, DEMO / "adapters" / "pirate")
             s3.client().put_object(Bucket="open", Key=f"{name}/{extra}", Body=text.encode())
-        path = private / "config.yaml"
+        path = world.private / "config.yaml"
         relay = Relay(s3.port, lambda method, url, number: 0 if url in stalled else None, True)
-        path.write_text(yaml.safe_dump(settings(relay.endpoint_url, port, private)))
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-        )
-        try:
-            config = load_config(path)
-            start(config)
-            url, options = f"http://127.0.0.1:{port}", config.usage_s3().options()
-            name = catalog_name(relay.endpoint_url, "us-east-1", READER_KEY)
-            found = Service(url, config.usage.root, options, private, stalled, s3, name)
-            wait_until(lambda: httpx.get(f"{found.url}/ready").status_code == 200, 60)
-            yield found
-        finally:
-            relay.close()
-            serve.shutdown()
-            ray.shutdown()
-            shutil.rmtree(private, ignore_errors=True)
+        until_end.callback(relay.close)
+        path.write_text(yaml.safe_dump(settings(relay.endpoint_url, world.port, world.private)))
+        start_ray()
+        config = load_config(path)
+        start(config)
+        url, options = f"http://127.0.0.1:{world.port}", config.usage_s3().options()
+        name = catalog_name(relay.endpoint_url, "us-east-1", READER_KEY)
+        found = Service(url, config.usage.root, options, world.private, stalled, s3, name)
+        wait_until(lambda: httpx.get(f"{found.url}/ready").status_code == 200, 60)
+        yield found
 
 
 @pytest.fixture(scope="module")

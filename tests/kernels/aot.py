@@ -47,6 +47,11 @@ def compile_ptx(spec: AotSpec, capability: int = 90) -> str:
     return str(_compile(spec, GPUTarget("cuda", capability, 32)).asm["ptx"])
 
 
+def compile_ttir(spec: AotSpec) -> str:
+    """Triton's own form of one specification, in which types are as the kernel has them."""
+    return str(_compile(spec).asm["ttir"])
+
+
 def _compile(spec: AotSpec, target: GPUTarget = TARGET) -> Any:
     """What Triton compiles.
 

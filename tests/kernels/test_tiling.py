@@ -75,6 +75,7 @@ def test_the_nearest_key_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     [
         (entry(1, 1, 1, block_n=48), "block_n must be a power of two"),
         (entry(1, 1, 1, block_k=16), "block_k must be at least 32"),
+        (entry(1, 1, 1, block_n=8), "block_n must be at least 16, not 8"),
         (entry(1, 1, 1, split_k=0), "split_k must be in 1..64"),
         (entry(1, 1, 1, num_warps="4"), "num_warps must be a power of two"),
         (entry(1, 1, 1, num_warps=True), "num_warps must be a power of two"),

@@ -5,6 +5,7 @@ import dataclasses
 import random
 import shutil
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -327,6 +328,17 @@ def test_one_of_n_aborted_before_its_adapter_came_leaves_the_others(engine):
         outputs += engine.step()
     last = {o.index: o.finish_reason for o in outputs if o.finish_reason}
     assert last == {0: FinishReason.LENGTH, 1: FinishReason.ABORT, 2: FinishReason.LENGTH}
+
+
+def test_without_a_limit_a_sequence_is_as_long_as_memory_holds():
+    tight = make_engine(kv_bytes=14 * 16 * 4 * 2 * 2 * 32 * 4, max_model_len=0)
+    with closing(tight) as engine:
+        assert engine.max_len == 13 * 16 + 1  # page 0 is nobody's, and the last token has no keys
+        sampling = SamplingParams(temperature=0.0, max_tokens=10_000, ignore_eos=True)
+        long, longer = Request("a", (5,) * 190, sampling), Request("b", (5,) * 209, sampling)
+        served, refused = engine.generate([long, longer])
+        assert served.finish_reason is FinishReason.LENGTH and len(served.token_ids) == 209 - 190
+        assert refused.error_code is ErrorCode.PROMPT_TOO_LONG and "208 are" in refused.error
 
 
 @pytest.mark.parametrize(

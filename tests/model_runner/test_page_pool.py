@@ -169,6 +169,18 @@ def test_a_long_sequence_never_owns_more_than_its_peak(window: int, chunked: boo
             assert peak < 40 + 40
 
 
+@pytest.mark.parametrize("groups", [FULL, BOTH])
+@pytest.mark.parametrize("num_pages", [2, 9, 40])
+@pytest.mark.parametrize("limit", [1, 30, 1000])
+def test_the_longest_sequence_is_the_last_that_fits(
+    groups: tuple[KvGroup, ...], num_pages: int, limit: int
+) -> None:
+    pool = PagePool(num_pages, 4, groups)
+    longest = pool.longest(16, limit)
+    fits = [n for n in range(1, limit + 1) if pool.peak_pages(n - 1, 16) < num_pages]
+    assert longest == max(fits) and len(fits) == longest
+
+
 def test_a_hit_needs_every_group_but_of_a_window_only_its_end() -> None:
     pool = PagePool(64, 4, BOTH)
     table = pool.open()
