@@ -2,11 +2,13 @@
 they are read.
 
 Links are refused: a folder is a tenant's, and what its links point to need not be. So are pipes and
-devices. As much is copied as the file had at first, however it grows meanwhile.
+devices. But a snapshot in a cache of Hugging Face's hub is nothing but links to the blobs beside it:
+these are read. As much is copied as the file had at first, however it grows meanwhile.
 """
 
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -34,6 +36,7 @@ from adapter_store.sources.source import (
 )
 
 _STEP_BYTES = 16 << 20
+_BLOB = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # a git or SHA-256 digest
 
 
 class LocalSource:
@@ -57,7 +60,7 @@ class LocalSource:
             raise AdapterChanged(f"{ref.uri} no longer holds {revision}")
         for name, info in listed.items():
             try:
-                fd = open_regular(folder / name)
+                fd = open_regular(_place(folder, name))
             except AdapterNotFound as e:
                 raise AdapterChanged(f"{folder / name} vanished while it was read") from e
             try:
@@ -83,7 +86,7 @@ class LocalSource:
                 raise AdapterNotFound(f"{ref.uri} is no folder")
             for name in (*FILES, *OPTIONAL_FILES, *PICKLE_FILES):
                 if os.path.lexists(folder / name):
-                    infos[name] = os.lstat(folder / name)
+                    infos[name] = os.lstat(_place(folder, name))
         except (FileNotFoundError, NotADirectoryError) as e:
             raise AdapterNotFound(f"{ref.uri} is no folder") from e
         except OSError as e:
@@ -98,6 +101,26 @@ class LocalSource:
                 raise AdapterInvalid("file", f"{name} is not a regular file")
         check_sizes(ref, {name: info.st_size for name, info in chosen.items()}, self._max_bytes)
         return chosen
+
+
+def _place(folder: Path, name: str) -> Path:
+    """Where a file lies: in its folder, or with the blobs of the cached repository that the folder
+    is a snapshot of. Links to any other place stay what they are.
+
+    Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    path = folder / name
+    parts = folder.parts
+    if "snapshots" not in parts[:-1]:
+        return path
+    above = len(parts) - 1 - parts[::-1].index("snapshots", 1)
+    try:
+        *way, blob = os.readlink(path).split("/")
+    except OSError:  # no link
+        return path
+    if way != [".."] * (len(parts) - above) + ["blobs"] or not _BLOB.fullmatch(blob):
+        return path
+    return Path(*parts[:above], "blobs", blob)
 
 
 def _copy_head(source: int, copy: int, num_bytes: int) -> None:

@@ -6,6 +6,7 @@ Not here: single files by hand (test_formats_hostile), the long search (fuzz_ath
 
 import base64
 import gc
+import hashlib
 import json
 import os
 import subprocess
@@ -182,6 +183,59 @@ def test_a_link_to_a_good_file_is_refused(store: Store, tmp_path: Path, name: st
     (folder / name).symlink_to(other / name)
     refusal = store.refusal(str(folder))
     assert refusal.reason == "file" and name in str(refusal) and "link" in str(refusal)
+
+
+def cached(root: Path, seed: int) -> Path:
+    """A snapshot as huggingface_hub lays it out: every file a link to a blob of its digest."""
+    good = write_peft_folder(root / "good", seed)
+    repository = root / "hub" / "models--a--b"
+    snapshot = repository / "snapshots" / "5f91d94bd9cd7190a9f3216ff93cd1dd95f2c7be"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for name, kind in ((CONFIG, hashlib.sha1), (WEIGHTS, hashlib.sha256)):
+        raw = (good / name).read_bytes()
+        digest = kind(raw).hexdigest()
+        (repository / "blobs" / digest).write_bytes(raw)
+        (snapshot / name).symlink_to(f"../../blobs/{digest}")
+    return snapshot
+
+
+def test_a_snapshot_in_the_hubs_cache_is_a_folder(store: Store, tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, 3)
+    found = store.loader.load(AdapterRef("cached", str(snapshot)))
+    plain = store.loader.load(AdapterRef("plain", str(tmp_path / "good")))
+    assert found.digest == plain.digest
+
+
+@pytest.mark.parametrize(
+    "leads_to",
+    [
+        "../../../models--c--d/blobs/{blob}",
+        "../../blobs/../../models--c--d/blobs/{blob}",
+        "../blobs/{blob}",
+        "../../blobs/x",
+        "../../blobs/link",
+        "{root}/hub/models--a--b/blobs/{blob}",
+    ],
+)
+def test_a_link_out_of_a_cached_repository_is_refused(
+    store: Store, tmp_path: Path, leads_to: str
+) -> None:
+    snapshot = cached(tmp_path, 3)
+    repository = snapshot.parent.parent
+    [blob] = [path for path in (repository / "blobs").iterdir() if len(path.name) == 64]
+    other = repository.parent / "models--c--d" / "blobs"
+    other.mkdir(parents=True)
+    for path in (other / blob.name, snapshot.parent / "blobs" / blob.name, repository / "blobs/x"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(blob.read_bytes())
+    hidden = f"{0:064x}"
+    (repository / "blobs" / hidden).symlink_to(other / blob.name)
+    (snapshot / WEIGHTS).unlink()
+    link = leads_to.format(blob=blob.name, root=tmp_path).replace("blobs/link", f"blobs/{hidden}")
+    (snapshot / WEIGHTS).symlink_to(link)
+    refusal = store.refusal(str(snapshot))
+    assert refusal.reason == "file" and "link" in str(refusal)
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, make_socket, lambda at: at.symlink_to("/dev/zero")])
