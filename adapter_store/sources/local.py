@@ -2,8 +2,8 @@
 they are read.
 
 Links are refused: a folder is a tenant's, and what its links point to need not be. So are pipes and
-devices. But a snapshot in a cache of Hugging Face's hub is nothing but links to the blobs beside it:
-these are read. As much is copied as the file had at first, however it grows meanwhile.
+devices. But a snapshot in a cache of Hugging Face's hub is nothing but links to the blobs beside
+it: these are read. As much is copied as the file had at first, however it grows meanwhile.
 """
 
 import hashlib
