@@ -11,6 +11,8 @@ sense (unknown option, no such model). Not here: the judgement itself (adapter_s
 import argparse
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = model.resolve().name
     report = validate(args.uri, targets, limits, base_name=name, base_folder=model)
     values = as_values(report, limits, args.model, shape.architecture)
-    print(json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values)))
+    text = json.dumps(values, indent=2) if args.json else "\n".join(as_lines(values))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # a reader that has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if report.refusals else 0
 
 

@@ -207,6 +207,14 @@ def test_what_is_not_there_is_1(uri: str, capsys) -> None:
     assert uri in report["refused"][0]["message"]
 
 
+def test_a_reader_that_leaves_early_changes_no_verdict(monkeypatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["validate", str(ATTENTION), "--model", str(LLAMA)]) == 0
+
+
 def test_the_command_itself_over_a_folder_and_s3() -> None:
     def run(uri: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "adapter_store", "validate", uri, "--model", str(LLAMA)]
