@@ -6,6 +6,7 @@ Not here: what the code does.
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -270,6 +271,20 @@ def _run(code: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_no_pattern_repeats_possessively() -> None:
+    """Python 3.11.2, which is Debian's, matches such patterns wrongly.
+
+    Source: https://github.com/python/cpython/issues/106052
+    """
+    possessive = re.compile(r"(?<!\\)[*+?}]\+|\(\?>")
+    for module, (path, tree) in sources().items():
+        if "import re\n" not in path.read_text():
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not possessive.search(node.value), f"{module}, line {node.lineno}"
 
 
 def test_registries_are_literal_dicts() -> None:

@@ -25,12 +25,12 @@ _WINDOW_CHARS = 1 << 20
 _MAX_KEYS = 1000
 _SPACE = re.compile(r"[ \t\n\r]*")
 # The usual forms of what there are hundreds of thousands of; others are read piece by piece.
-_S, _PLAIN = r"[ \t\n\r]*+", r'"[^"\\\x00-\x1f]*+"'
+_S, _PLAIN = r"[ \t\n\r]*", r'"[^"\\\x00-\x1f]*"'
 _ENTRY = re.compile(rf"{_S}({_PLAIN}){_S}:{_S}(0|[1-9][0-9]{{0,8}}){_S},")
 _ESCAPE = r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
-_TEXT = rf'"[^"\\\x00-\x1f]*+(?:{_ESCAPE}[^"\\\x00-\x1f]*+){{0,64}}+"'
+_TEXT = rf'"[^"\\\x00-\x1f]*(?:{_ESCAPE}[^"\\\x00-\x1f]*){{0,64}}"'
 _MERGE = rf"(?:{_TEXT}|\[{_S}{_TEXT}{_S},{_S}{_TEXT}{_S}\])"
-_MERGES = re.compile(rf"(?:{_S}{_MERGE}{_S},){{1,1000}}+")
+_MERGES = re.compile(rf"(?:{_S}{_MERGE}{_S},){{1,1000}}")
 
 
 def read_tokens(raw: bytes, max_values: int | None = MAX_VALUES) -> Iterator[tuple[bool, Any, Any]]:
