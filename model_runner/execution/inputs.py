@@ -89,7 +89,8 @@ class HostBuffer:
             first += padded
         self._spans.append((size, start, start + first * abs(size)))
         self._places = places
-        self.memory = torch.empty(self._spans[-1][2], dtype=torch.uint8, pin_memory=pinned)
+        # Zeros: a place that no step has filled yet is an index that exists.
+        self.memory = torch.zeros(self._spans[-1][2], dtype=torch.uint8, pin_memory=pinned)
         flat = self.memory.numpy()
         typed = {size: flat[a:b].view(_NUMPY[size]) for size, a, b in self._spans}
         view: dict[str, np.ndarray] = {}

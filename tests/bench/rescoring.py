@@ -48,7 +48,7 @@ def time_cut(args: argparse.Namespace, layers: int, work: Path) -> dict[str, flo
     write_model(model, config)
     for i in range(args.adapters):
         folder = work / f"{layers}-a{i}"
-        write_adapter(folder, config, args.rank, 100 + i, device, shape.b_std)
+        write_adapter(folder, config, args.rank, 100 + i, device, shape.cut_b_std(layers))
     named = ",".join(f"a{i}={work}/{layers}-a{i}" for i in range(args.adapters))
     commands = argparse.ArgumentParser().add_subparsers()
     line = ["--load-format", "random:7", "--adapters", named, "--kernels", "reference"]

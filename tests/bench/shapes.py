@@ -97,17 +97,23 @@ QWEN3_32B: dict[str, Any] = {
 @dataclass(frozen=True)
 class Shape:
     """A model's config, how its experts are chosen (0 = dense), as the judge is told, and the
-    deviation of its adapters' B."""
+    deviation of its adapters' B in the whole model."""
 
     config: dict[str, Any]
     experts: int
     top_k: int
     b_std: float
 
+    def cut_b_std(self, layers: int) -> float:
+        """The deviation of B in a cut of so many layers (0 = all): what they change adds up as
+        squares do, so that a cut's adapters are as far from each other as the whole's."""
+        full = int(self.config["num_hidden_layers"])
+        return float(self.b_std * (full / (layers or full)) ** 0.5)
+
 
 SHAPES = {
     "gpt-oss-20b": Shape(GPT_OSS_20B, 32, 4, 0.12),
-    "qwen3-30b-a3b": Shape(QWEN3_30B_A3B, 128, 8, 0.4),
+    "qwen3-30b-a3b": Shape(QWEN3_30B_A3B, 128, 8, 0.19),
     "qwen3-32b": Shape(QWEN3_32B, 0, 0, 0.03),
 }
 

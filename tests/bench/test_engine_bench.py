@@ -193,6 +193,15 @@ def test_columns_of_loops_scores_and_profiles_are_put_together():
     assert set(rows[2]) <= set(ENGINE)
 
 
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_a_cuts_adapters_are_as_strong_as_the_wholes(name):
+    shape = SHAPES[name]
+    full = shape.config["num_hidden_layers"]
+    assert shape.cut_b_std(0) == shape.cut_b_std(full) == shape.b_std
+    cut = full // 4
+    assert cut * shape.cut_b_std(cut) ** 2 == pytest.approx(full * shape.b_std**2)
+
+
 def test_floors_of_gpt_oss():
     # Per layer: qkv 2880 x 5120, o 4096 x 2880, router 2880 x 32, an expert 3 x 2880 x 2880 at
     # 4.25 bits; 12 layers see 1660 keys of 2 KiB, 12 see 128; the head 201088 x 2880.

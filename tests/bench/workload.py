@@ -97,9 +97,10 @@ def prepare(wishes: Wishes, folder: Path) -> Workload:
             raise ValueError(f"{folder} was made for {there}")
         return Workload(wishes, folder, config, names)
     write_model(folder / "model", config)
+    b_std = shape.cut_b_std(wishes.layers)
     for i, name in enumerate(names):
         seed = FIRST_ADAPTER_SEED + 1000 * wishes.seed + i
-        write_adapter(folder / name, config, wishes.lora_rank, seed, device, shape.b_std)
+        write_adapter(folder / name, config, wishes.lora_rank, seed, device, b_std)
     # On a CPU adapters are kept in fp32. A quarter more than their bytes, for gaps between them.
     itemsize = 2 if device == "cuda" else 4
     stored = wishes.adapters * adapter_values(config, wishes.lora_rank) * itemsize
