@@ -155,7 +155,10 @@ def _aot() -> Iterable[AotSpec]:
             {k: v for k, v in given.items() if k in kernel.arg_names}
             for given in (signature, every)
         )
-        return AotSpec(name, kernel, wanted, known, tile.num_warps, tile.num_stages)
+        spills = 80 if kernel is prefill_kernel else 0  # with which it was fastest
+        return AotSpec(
+            name, kernel, wanted, known, tile.num_warps, tile.num_stages, max_spills=spills
+        )
 
     for num_q in (16, 128):
         tile = decode_tile(num_q)
