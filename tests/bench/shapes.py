@@ -113,7 +113,7 @@ class Shape:
 
 SHAPES = {
     "gpt-oss-20b": Shape(GPT_OSS_20B, 32, 4, 0.12),
-    "qwen3-30b-a3b": Shape(QWEN3_30B_A3B, 128, 8, 0.19),
+    "qwen3-30b-a3b": Shape(QWEN3_30B_A3B, 128, 8, 0.18),
     "qwen3-32b": Shape(QWEN3_32B, 0, 0, 0.03),
 }
 
