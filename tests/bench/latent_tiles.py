@@ -94,7 +94,7 @@ def tiles_of(problem: Problem) -> list[LatentTile]:
         found = [prefill_tile(16), *(LatentTile(t, 16, n, w, s) for t, n, w, s in sizes)]
     else:
         found = [prefill_tile(problem.heads)]
-        found += [LatentTile(1, 64, 32, 8, 5), LatentTile(1, 64, 64, 8, 2)]
+        found += [LatentTile(1, 64, 32, 8, stages) for stages in (2, 5)]
     return list(dict.fromkeys(found))
 
 
