@@ -8,6 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # A Ray of this machine alone: on 127.0.0.1 (whatever the name says), workers at normal priority.
 LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 \
+	RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=20 \
 	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards PYTHONPATH=$(CURDIR)
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-interp test-gpu memcheck test-full fmt check bench tune bench-engine bench-families

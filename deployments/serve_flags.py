@@ -5,6 +5,8 @@ THROUGHPUT_OPTIMIZED      user code on the main loop, gRPC between deployments
 PROXY_USE_GRPC            gRPC from the HTTP proxy as well, which the first one forgets
 MAX_MESSAGE_LENGTH        what gRPC lets pass: an answer that is not streamed is one message
 PROXY_CALLBACK            the guards around the proxy, without which a client can take its memory
+PROXY_READY_CHECK         seconds in which the proxy must be up, three times: with Ray's own 5, one
+                          that starts on a busy machine is killed, and `serve run` fails
 """
 
 SERVE_FLAGS = {
@@ -12,4 +14,5 @@ SERVE_FLAGS = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
 }

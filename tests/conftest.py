@@ -12,6 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Despite its name this holds on Linux too: Ray stays on 127.0.0.1.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# Two cores with two workers' tests on them are a busy machine (DEPENDENCIES.md).
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20")
 
 import pytest
 
