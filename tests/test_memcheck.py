@@ -9,12 +9,13 @@ import kernels.paged_attention_triton
 import tests.memcheck as memcheck
 from kernels.registry import OPS
 from tests.kernels.launches import all_kernels, full_name, recording
-from tests.memcheck import BAND, DONE, Bands, cases, judge, run_inside
+from tests.memcheck import ALL, BAND, DONE, Bands, cases, judge, run_inside
 
 
 def test_the_cases_and_the_engine_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     run_inside("cpu")
-    assert DONE in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert DONE in told and ALL in told
 
 
 def test_the_cases_launch_every_kernel_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +42,10 @@ def test_a_write_beside_the_memory_is_seen(place: int) -> None:
 @pytest.mark.parametrize(
     ("planted", "inside", "verdict"),
     [
-        ("ERROR SUMMARY: 3 errors", f"{DONE}\nERROR SUMMARY: 0 errors", 0),
-        ("ERROR SUMMARY: 0 errors", f"{DONE}\nERROR SUMMARY: 0 errors", 1),
-        ("ERROR SUMMARY: 3 errors", f"{DONE}\nERROR SUMMARY: 1 error", 1),
+        ("ERROR SUMMARY: 3 errors", f"{ALL}\n{DONE}\nERROR SUMMARY: 0 errors", 0),
+        ("ERROR SUMMARY: 0 errors", f"{ALL}\n{DONE}\nERROR SUMMARY: 0 errors", 1),
+        ("ERROR SUMMARY: 3 errors", f"{ALL}\n{DONE}\nERROR SUMMARY: 1 error", 1),
+        ("ERROR SUMMARY: 3 errors", f", 7 not\n{DONE}\nERROR SUMMARY: 0 errors", 1),
         ("ERROR SUMMARY: 3 errors", "Traceback\nERROR SUMMARY: 0 errors", 1),
         ("ERROR SUMMARY: 3 errors", "device not supported", 1),
     ],

@@ -179,7 +179,7 @@ def test_a_removed_adapter_serves_only_those_bound_to_it(bench: Bench, s3: S3Ser
 
 
 def test_what_others_know_of_a_uri_is_no_ticket_by_another(bench: Bench, s3: S3Server) -> None:
-    """D8, also through the catalog: the digest of one uri is not served by another's name."""
+    """Also through the catalog: the digest of one uri is not served by another's name."""
     options: dict[str, Any] = {"s3": s3_options(s3, s3.endpoint_url)}
     theirs = put(s3, "plain", "theirs", Path(bench.ref("a", seed=1).uri))
     mine = put(s3, "plain", "mine", Path(bench.ref("b", seed=2).uri))

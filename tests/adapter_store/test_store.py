@@ -494,7 +494,7 @@ def test_deleted_content_is_not_served_to_new_requests(bench: Bench) -> None:
 
 
 def test_a_digest_is_no_ticket_to_other_peoples_adapters(bench: Bench) -> None:
-    """D8: whoever names the digest of an adapter must name a uri that holds it."""
+    """Whoever names the digest of an adapter must name a uri that holds it."""
     store, mine, theirs = bench.store(), bench.ref("a", seed=1), bench.ref("b", seed=2)
     digest = use(store, theirs).digest
     stolen = replace(mine, revision=digest)

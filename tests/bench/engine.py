@@ -1,14 +1,15 @@
 """The engine's table: a full-size random model and random adapters, driven over pipes as an
 outsider would, and judged.
 
-    python -m tests.bench.engine [--shape gpt-oss-20b] [--phases closed,open,profile,rescore] ...
+    python -m tests.bench.engine [--shape gpt-oss-20b] [--phases closed,rescore]
 
-Phases, in this order: start (a first start with an empty compile cache, a second with what it
-left), closed (loops of clients, the base model and with adapters), open (Poisson arrivals at 70 %
-of the closed loop's requests a second), rescore (greedy answers through the reference kernels),
-profile (a decode step kernel by kernel, in a process of its own). Each row says whether it counts,
-or why not (judging.py). Appends to results/engine.csv, kernels_step.csv and start.csv. With
---work DIR the timed answers stay there, and `rescore` or `profile` may come in a later call.
+Phases, in this order, all if none are named: start (a first start with an empty compile cache, a
+second with what it left), closed (loops of clients, the base model and with adapters), open
+(Poisson arrivals at 70 % of the closed loop's requests a second), rescore (greedy answers through
+the reference kernels), profile (a decode step kernel by kernel, in a process of its own). Each row
+says whether it counts, or why not (judging.py). Appends to results/engine.csv, kernels_step.csv and
+start.csv. With --work DIR the timed answers stay there, and `rescore` or `profile` may come in a
+later call.
 """
 
 import argparse
@@ -211,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="gpt-oss-20b")
     parser.add_argument("--layers", type=int, default=0, help="cut the shape; rows say so")
-    parser.add_argument("--phases", default="closed,open,rescore,profile")
+    parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--kinds", default="base,adapters")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=32)

@@ -225,7 +225,7 @@ def test_only_the_watcher_says_what_is_now(world: World) -> None:
 
 
 def test_a_digest_is_told_to_those_who_need_a_uri_that_held_it(world: World) -> None:
-    """D8: not to those who may use another uri alone."""
+    """Not to those who may use another uri alone."""
     catalog = world.new_catalog()
     seen = (Content(A, DIGESTS[1], "a1"),)
     catalog.exchange(Report("r0", "node", is_whole=True, wanted=frozenset({A}), contents=seen))

@@ -505,7 +505,7 @@ def test_adapters_come_and_go_under_load(service: Service) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_hang_up_frees_the_engine(service: Service, stream: bool) -> None:
-    """Median of five: from closing the socket to the engine's own count."""
+    """From closing the socket to the engine's own count: the median of five, and none is long."""
     body = {"model": "pirate", "prompt": "The", "max_tokens": 3000, "ignore_eos": True}
     payload = json.dumps(body | {"stream": stream}).encode()
     head = (
@@ -522,7 +522,7 @@ def test_hang_up_frees_the_engine(service: Service, stream: bool) -> None:
         wait_until(lambda: sum(s.running for s in service.stats()) == 0, 10)
         took_ms.append((time.monotonic() - begin) * 1000)
     print("hang-up, ms:", [round(ms) for ms in took_ms])
-    assert sorted(took_ms)[2] < 100, took_ms
+    assert sorted(took_ms)[2] < 100 and max(took_ms) < 1000, took_ms
 
 
 class TestHostileClients:

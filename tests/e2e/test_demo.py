@@ -25,11 +25,19 @@ END_S = 35.0
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(240)]
 
 
+WITHOUT_S3 = """
+import sys
+import deployments.demo as demo
+demo.weed_binary = lambda: None
+sys.exit(demo.main())
+"""
+
+
 class RunningDemo(Running):
     """The demo."""
 
-    def __init__(self, *arguments: str) -> None:
-        super().__init__([sys.executable, "-m", "deployments.demo", *arguments])
+    def __init__(self, *words: str) -> None:
+        super().__init__([sys.executable, *(words or ("-m", "deployments.demo"))])
 
     def curl_lines(self) -> list[str]:
         return [line.strip() for line in self.lines if line.startswith("curl ")]
@@ -80,7 +88,8 @@ def _answer(curl_line: str) -> str:
 
 
 def test_printed_lines_answer_and_ctrl_c_leaves_nothing(demo: RunningDemo) -> None:
-    quiet = os.getloadavg()[0] < 1
+    # Of whoever else works on this machine: what they take, its first answer waits longer.
+    share = max(1.0, os.getloadavg()[0])
     demo.wait_until_printed("Ctrl-C ends it")
     first, second, base = demo.curl_lines()
     answers = [_answer(first)]
@@ -89,8 +98,7 @@ def test_printed_lines_answer_and_ctrl_c_leaves_nothing(demo: RunningDemo) -> No
     assert [len(markers_in(text)) for text in answers] == [1, 1, 0], answers
     assert markers_in(answers[0]) != markers_in(answers[1])
     assert all("Tokyo" in text for text in answers), answers
-    if quiet:  # on a machine that is busy with other things, seconds say nothing
-        assert took_s < FIRST_ANSWER_S
+    assert took_s < FIRST_ANSWER_S * share
     assert any("s3://" in line for line in demo.lines) == (weed_binary() is not None)
 
     traces, ports = demo.traces(), _ports(demo)
@@ -118,6 +126,19 @@ def test_every_other_end_leaves_nothing(demo: RunningDemo, way: str) -> None:
         os.kill(demo.process.pid, signal.SIGKILL if way == "kill -9" else signal.SIGTERM)
     demo.process.wait(END_S)
     _check_nothing_is_left(demo, stopped_at, traces, ports)
+
+
+@pytest.mark.slow
+def test_without_an_s3_server_for_this_machine_it_says_so_and_serves_the_folder() -> None:
+    demo = RunningDemo("-c", WITHOUT_S3)
+    try:
+        demo.wait_until_printed("Ctrl-C ends it")
+        assert any("no SeaweedFS for this machine" in line for line in demo.lines), demo.lines
+        assert not any("s3://" in line for line in demo.lines), demo.lines
+        first, *_ = demo.curl_lines()
+        assert len(markers_in(_answer(first))) == 1
+    finally:
+        demo.end(signal.SIGTERM, END_S)
 
 
 @pytest.mark.slow

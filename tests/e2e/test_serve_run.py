@@ -101,6 +101,18 @@ def answer(client: openai.OpenAI, model: str) -> str | None:
 
 
 @pytest.mark.slow
+def test_without_a_word_it_serves_what_ships(private: Path) -> None:
+    if not is_free(8000):
+        pytest.skip("`serve run` listens on port 8000, and somebody else does already")
+    url = "http://127.0.0.1:8000"
+    with serve_run(private, "deployments:app") as running:
+        wait_until(lambda: readiness(url) == {"ready": True, "missing": []}, running)
+        for voice in ("pirate", "spanish"):
+            client = openai.OpenAI(api_key=f"sk-demo-{voice}", base_url=f"{url}/v1", max_retries=0)
+            assert answer(client, voice) == ANSWERS[voice][0]
+
+
+@pytest.mark.slow
 def test_a_base_that_cannot_be_started_leaves_the_others_alone(private: Path) -> None:
     """As a Serve config file deploys it: `serve run FILE`, which is what `serve deploy` does."""
     broken = private / "broken"

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR, PADDING_IDS
@@ -223,6 +224,7 @@ def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
         {"id": "base", "adapter": None, "input_ids": [5, 6, 7, 8]},
         {"id": "named", "adapter": "pirate", "input_ids": [5, 6, 7, 8]},
         {"id": "folder", "adapter": str(ADAPTER_DIRS["pirate"]), "input_ids": [5, 6, 7, 8]},
+        {"id": "own-model", "model": str(BASE_DIR), "adapter": None, "input_ids": [5, 6, 7, 8]},
         {"id": "missing", "adapter": str(tmp_path / "none"), "input_ids": [5, 6, 7, 8]},
         {"id": "empty", "adapter": None, "input_ids": []},
         {"id": "no-model", "model": str(tmp_path / "none"), "adapter": None, "input_ids": [5]},
@@ -237,13 +239,15 @@ def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
     files = sorted(p.name for p in (tmp_path / "out").iterdir())
     refused = [f"{name}.error.txt" for name in ("empty", "missing", "no-model")]
     assert files == sorted(
-        [*refused, "base.safetensors", "named.safetensors", "folder.safetensors"]
+        [*refused, *(f"{n}.safetensors" for n in ("base", "named", "folder", "own-model"))]
     )
-    base, named, folder = (
+    base, named, folder, own_model = (
         load_file(tmp_path / "out" / f"{n}.safetensors")["logits"]
-        for n in ("base", "named", "folder")
+        for n in ("base", "named", "folder", "own-model")
     )
-    assert base.shape == named.shape and len(base) == 4
+    vocab = json.loads((BASE_DIR / "config.json").read_text())["vocab_size"]
+    assert all(x.shape == (4, vocab) and x.dtype == torch.float32 for x in (base, named, folder))
+    assert torch.equal(own_model, base)
     assert (named - folder).abs().max() < 1e-4 < (named - base).abs().max()
     assert "none" in (tmp_path / "out" / "missing.error.txt").read_text()
 
