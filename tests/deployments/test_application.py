@@ -49,6 +49,26 @@ def test_what_is_missing_is_told_before_anything_starts(tmp_path: Path) -> None:
         app(AppArgs(config=str(tmp_path / "absent.yaml")))
 
 
+def test_every_queue_has_its_bound(demo_config: ServiceConfig) -> None:
+    (model,) = demo_config.models
+    changed = model.model_copy(update={"max_queued_requests": 5, "max_ongoing_requests": 7})
+    ingress = build(demo_config.model_copy(update={"models": (changed,)}))._bound_deployment
+    router, replicas = (bound for bound in ingress.init_args[2:])
+    queued = {
+        deployment.name: (deployment.max_queued_requests, deployment.max_ongoing_requests)
+        for deployment in (
+            ingress,
+            router._bound_deployment,
+            replicas["demo"]._bound_deployment,
+        )
+    }
+    most = demo_config.ingress.max_concurrent_requests
+    assert queued.pop("Replica-demo") == (5, 7)
+    # The ingress' own bound, which answers in OpenAI's words, must be met before Serve's.
+    assert queued.pop("Ingress") == (most, most + 64)
+    assert queued.pop("Router") == (1000, 1000) and not queued
+
+
 def test_secret_of_the_salts(demo_config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _salt_key(demo_config) != _salt_key(demo_config)
     named = demo_config.model_copy(update={"cache_secret_env": "TEST_CACHE_SECRET"})

@@ -427,6 +427,20 @@ async def test_too_many_at_once(face: Face) -> None:
     assert face.frontend._active.total() == 0
 
 
+async def test_too_many_at_once_of_all_tenants_together(face: Face) -> None:
+    face.backend.gap_s = 0.01
+    settings = face.frontend.config.ingress.model_copy(update={"max_concurrent_requests": 5})
+    face.frontend.config = face.frontend.config.model_copy(update={"ingress": settings})
+    keys = ("sk-demo-pirate", "sk-demo-formal")
+    answers = await asyncio.gather(*(face.chat(key) for key in keys * 4))
+    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 3
+    for refused in (answer for answer in answers if answer.status_code == 429):
+        assert "5 requests at once" in assert_openai_error(refused, 429)["message"]
+        assert refused.headers["retry-after"] == "1"
+    assert (await face.chat()).status_code == 200
+    assert face.frontend._active.total() == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_hang_up_closes_the_stream(face: Face, stream: bool) -> None:
     """The client leaves after its first chunk, or while it waits: its request is gone at once."""
