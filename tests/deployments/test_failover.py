@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
+from deployments.config import ServiceConfig
+from deployments.frontend import Frontend
+from deployments.ingress import build_api
 from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
 from deployments.placement.view import Place
 from deployments.pulse import SHUNNED_S, Pulse
@@ -33,6 +37,8 @@ from model_runner.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from model_runner.tokenizer import Tokenizer
+from tests.deployments.conftest import FakeControl
 from tests.guards import take_out
 
 LENGTH = 12
@@ -248,6 +254,25 @@ async def test_a_third_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
     take_out(monkeypatch, ReplicaBackend, "stream", "progress.attempt == MAX_ATTEMPTS", "False")
     with pytest.raises(AssertionError):
         await never_a_third()
+
+
+@pytest.mark.parametrize(("stream", "num_messages"), [(False, 0), (False, 3), (True, 0)])
+async def test_who_lost_two_replicas_gets_a_500(
+    demo_config: ServiceConfig, demo_tokenizer: Tokenizer, stream: bool, num_messages: int
+) -> None:
+    """And not a 503, which clients try again: nobody knows that it was not the request itself."""
+    lost = script([1], num_messages, ActorDiedError())
+    handle = FakeHandle([lost, lost, script([1])])
+    backend: Any = ReplicaBackend(handle)  # type: ignore[arg-type]
+    api = build_api(Frontend(demo_config, b"k" * 32, {"demo": backend}), FakeControl())
+    body = {"model": "demo", "prompt": "The", "max_tokens": LENGTH, "stream": stream}
+    headers = {"Authorization": "Bearer sk-demo-pirate"}
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 500 and "retry-after" not in response.headers
+    assert response.json()["error"]["code"] == "replicas_lost"
+    assert len(handle.requests) == 2, "a third replica was asked"
 
 
 async def test_what_came_with_its_end_is_not_run_again() -> None:
