@@ -7,17 +7,19 @@ request counts (test_meter.py).
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from botocore.exceptions import ConnectionClosedError
 
-from deployments import metrics, usage
+from deployments import metrics, turns, usage
 from deployments.config import load_config
 from deployments.metrics import MetricLog
 from deployments.usage import MOVED, RUNNING, UsageLog, UsageRecord, UsageWriter
@@ -240,8 +242,82 @@ async def test_closing_writes_all(store: FlakyStore, caplog: pytest.LogCaptureFi
     assert "not written in 0.3 s" in caplog.text
 
 
+MOST_LOST_S = 5.0
+"""What a crash may take of the records, by the project's own promise."""
+
+
+class TimeIsOver(BaseException):
+    """Ends a writer that writes for ever."""
+
+
+class World:
+    """A writer with a clock of its own, and requests that begin ten times a second; every other one
+    ends a little later. most_lost_s  what a crash at the worst moment would have taken"""
+
+    def __init__(self, store: FlakyStore, write_s: float) -> None:
+        self.now = self.most_lost_s = 0.0
+        self.log = UsageLog()
+        self._put_new = store.put_new
+        self._write_s = write_s
+        self._kept_until: dict[str, float] = {}  # of what is not known to its end
+        self._ending: list[Clocked] = []
+
+    def live(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            losses = (self.now - since for since in self._kept_until.values())
+            self.most_lost_s = max(self.most_lost_s, *losses, 0.0)
+            request = Clocked(f"{self.now:.1f}", self)
+            self.log.begin(request)
+            self._kept_until[request.name] = self.now
+            if len(self._kept_until) % 2:
+                self._ending.append(request)
+            if len(self._ending) > 7:
+                over = self._ending.pop(0)
+                self.log.end(over, over.usage("200"))
+
+    def put_new(self, name: str, body: bytes) -> None:
+        self.live(self._write_s)
+        self._put_new(name, body)
+        for record in map(json.loads, body.splitlines()):
+            self._kept_until[record["request"]] = record["delivered"] / 1000
+            if record["status"] != RUNNING:
+                del self._kept_until[record["request"]]
+
+    async def sleep(self, seconds: float) -> None:
+        self.live(seconds)
+        if self.now > 20:
+            raise TimeIsOver
+
+
+@dataclass(eq=False)
+class Clocked:
+    """A request that has one token for each ms of its world."""
+
+    name: str
+    world: World
+
+    def usage(self, status: str) -> Sequence[UsageRecord]:
+        delivered = round(self.world.now * 1000)
+        return [replace(RECORD, request=self.name, status=status, delivered=delivered)]
+
+
+@pytest.mark.parametrize("write_s", [0.1, 0.4])
+async def test_a_crash_at_any_moment_takes_less_than_five_seconds(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch, write_s: float
+) -> None:
+    """With the periods that ship, whether a request runs or has just ended."""
+    world = World(store, write_s)
+    monkeypatch.setattr(store, "put_new", world.put_new)
+    monkeypatch.setattr(usage, "time", SimpleNamespace(monotonic=lambda: world.now))
+    monkeypatch.setattr(turns, "asyncio", SimpleNamespace(sleep=world.sleep))
+    with pytest.raises(TimeIsOver):
+        await UsageWriter(world.log, store, MetricLog()).run()
+    assert usage.FLUSH_S < world.most_lost_s < MOST_LOST_S
+
+
 KILLED = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from dataclasses import replace
 from deployments import usage
 from deployments.metrics import MetricLog
@@ -254,42 +330,54 @@ class Store(FolderStore):
         os.write(1, b"kept %d\\n" % body.count(b"\\n"))  # whole: another thread writes, too
 
 async def main():
-    usage.FLUSH_S = 0.05
+    usage.FLUSH_S = float(sys.argv[2])
     log = usage.UsageLog()
     running = asyncio.create_task(usage.UsageWriter(log, Store(sys.argv[1]), MetricLog()).run())
     for number in range(100_000):
         end(log, replace(RECORD, request=str(number)))
-        os.write(1, b"ended %d\\n" % number)
+        os.write(1, b"ended %d\\n" % time.monotonic_ns())
         await asyncio.sleep(0.001)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("num_batches", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("flush_s", "num_batches"),
+    [(0.05, 1), (0.05, 2), (0.05, 5), pytest.param(usage.FLUSH_S, 2, marks=pytest.mark.slow)],
+)
 def test_a_killed_writer_loses_what_came_last_and_doubles_nothing(
-    tmp_path: Path, num_batches: int
+    tmp_path: Path, flush_s: float, num_batches: int
 ) -> None:
-    """Killed at any moment, also in a write: what it knew to be kept is there, once, in whole
-    batches from the first on."""
+    """Killed late in its turn, or in a write: what it knew to be kept is there, once, in whole
+    batches from the first on; and what is not came in the last seconds."""
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(tmp_path), str(flush_s)],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     lines: list[str] = []
-    while sum(line.startswith("kept") for line in lines) < num_batches:
+    kept_at = 0.0
+    while not kept_at or time.monotonic() < kept_at + 0.9 * flush_s:
         lines.append(process.stdout.readline())
         assert lines[-1], "it ended by itself"
+        if not kept_at and sum(line.startswith("kept") for line in lines) == num_batches:
+            kept_at = time.monotonic()
+    killed_ns = time.monotonic_ns()
     process.kill()
     lines += process.stdout.readlines()
     process.wait()
     told = [line.split() for line in lines if line.endswith("\n")]
-    num_ended = sum(word == "ended" for word, _ in told)
+    ended_ns = [int(number) for word, number in told if word == "ended"]
     num_known = sum(int(number) for word, number in told if word == "kept")
     kept = sorted(int(record.request) for record in records_of(FolderStore(str(tmp_path))))
     assert kept == list(range(len(kept)))
-    assert 0 < num_known <= len(kept) <= num_ended + 1
+    assert 0 < num_known <= len(kept) <= len(ended_ns) + 1
+    lost = ended_ns[len(kept) :]
+    assert not lost or killed_ns - lost[0] < MOST_LOST_S * 1e9
 
 
 def test_sums_pass_over_doubles_and_days(store: FlakyStore) -> None:
