@@ -1,11 +1,13 @@
 """Kill parts of the service under streams, and hold what clients got against the unbroken answers.
 
-    python -m tests.bench.chaos [--kills 200] [--seed 0] [--kinds replica,silent,...]
+    python -m tests.bench.chaos [--kills 200] [--seed 0] [--dead-only] [--kinds replica,router,...]
 
 Three Ray nodes on this machine (tests/ray_cluster.py). A round: some streams begin, one of them
 gets k tokens, a part is killed, all streams come to their ends; then the service becomes whole
-again. `silent` is a replica that stands still. Prints a line for each round, and percentiles of the
-longest gap in each stream. The exit code is 1 if an answer differs or a client saw an error.
+again. `silent` is a replica that stands still; --dead-only leaves it out. Prints a line for each
+round, and percentiles of the longest gap in each stream; a row for each kill goes to
+results/kills.csv. The exit code is 1 if an answer differs, a client saw an error, or a stream's gap
+was longer than --max-gap and what one adapter's load took in that round.
 """
 
 import argparse
@@ -19,11 +21,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 import tests.conftest  # noqa: F401  # the environment for Ray, before it starts
+from model_runner.stats import EngineStats
+from tests.bench.results import ABOUT, RESULTS, append_rows, describe_run
 from tests.ray_cluster import STYLES, Nodes, three_nodes, wait_until
 from tests.sse_client import ReconnectingStream
 
@@ -32,6 +37,11 @@ ACTORS = {"router": "#Router#", "catalog": "catalog-", "store": "host-tier"}
 TOKENS = (0, 1, 50)  # how many of them a client has when the part is killed
 NUM_STREAMS = 4
 LENGTH = 110
+MAX_GAP_S = 3.0
+COLUMNS = (
+    "kind", "k", "under_way", "longest_gap_s", "load_s", "limit_s", "errors", "wrong",
+    "reconnected", "whole_after_s", "seed", "machine_load", *ABOUT,
+)  # fmt: skip
 
 
 @dataclass
@@ -56,7 +66,11 @@ class Answer:
 
 @dataclass
 class Round:
-    """What one kill did. errors  what clients saw;  wrong  answers that differ."""
+    """What one kill did.
+
+    gaps_s  the longest of each stream;  errors  what clients saw;  num_wrong  answers that differ;
+    num_stopped  streams under way;  load_s  what an adapter's load took meanwhile, 0 if none was
+    """
 
     kind: str
     tokens: int
@@ -66,10 +80,36 @@ class Round:
     num_reconnected: int = 0
     num_stopped: int = 0
     whole_after_s: float = 0.0
+    load_s: float = 0.0
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(self.gaps_s, default=0.0)
+
+    def is_late(self, max_gap_s: float) -> bool:
+        """Whether a client waited longer than for this and an adapter's load."""
+        return self.longest_gap_s > max_gap_s + self.load_s
+
+    def row(self, max_gap_s: float, seed: int) -> dict[str, Any]:
+        """Of the table, without what every row says of its run."""
+        return {
+            "kind": self.kind,
+            "k": self.tokens,
+            "under_way": self.num_stopped,
+            "longest_gap_s": f"{self.longest_gap_s:.3f}",
+            "load_s": f"{self.load_s:.3f}",
+            "limit_s": f"{max_gap_s + self.load_s:.3f}",
+            "errors": len(self.errors),
+            "wrong": self.num_wrong,
+            "reconnected": self.num_reconnected,
+            "whole_after_s": f"{self.whole_after_s:.1f}",
+            "seed": seed,
+            "machine_load": f"{os.getloadavg()[0]:.1f}",
+        }
 
     def __str__(self) -> str:
         return (
-            f"{self.kind:8s} k={self.tokens:<3d} longest gap {max(self.gaps_s):5.2f} s, "
+            f"{self.kind:8s} k={self.tokens:<3d} longest gap {self.longest_gap_s:5.2f} s, "
             f"{self.num_stopped} streams under way, {self.num_reconnected} reconnected, "
             f"{self.num_wrong} wrong, whole after {self.whole_after_s:5.1f} s {self.errors or ''}"
         )
@@ -121,13 +161,19 @@ class Campaign:
 
     def run(self, kind: str, tokens: int) -> Round:
         """The same, and then the service is whole again."""
+        before = self._stats()
         result = self.hit(kind, tokens)
         begin = time.monotonic()
         if kind == "node":  # in the main thread
             self.nodes.second = self.nodes.add_second()
         self.nodes.wait_whole()
         result.whole_after_s = time.monotonic() - begin
+        result.load_s = adapter_load_s(before, self._stats())
         return result
+
+    def _stats(self) -> dict[str, EngineStats]:
+        """Of each replica, by its name."""
+        return {view.replica_id: view.stats for view in self.nodes.views()}
 
     async def _alone(self, tenant: str, body: dict[str, Any]) -> Answer:
         answer = Answer()
@@ -198,33 +244,65 @@ def plan(kinds: list[str], num_kills: int, seed: int) -> Iterator[tuple[str, int
         num_kills -= len(every)
 
 
+def adapter_load_s(before: dict[str, EngineStats], after: dict[str, EngineStats]) -> float:
+    """What the load of one adapter took since `before`: the mean of each tier, one after the other.
+
+    By replica; one that is new counts from its start.
+    """
+    total_s = 0.0
+    tiers = {tier for stats in after.values() for tier in stats.loads}
+    for tier in tiers:
+        number, seconds = 0, 0.0
+        for name, now in after.items():
+            then = before.get(name, EngineStats())
+            number += now.loads.get(tier, 0) - then.loads.get(tier, 0)
+            seconds += now.load_seconds.get(tier, 0.0) - then.load_seconds.get(tier, 0.0)
+        total_s += seconds / number if number else 0.0
+    return total_s
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--dead-only", action="store_true", help="without `silent`")
+    parser.add_argument("--max-gap", type=float, default=MAX_GAP_S, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where kills.csv is")
     args = parser.parse_args()
+    kinds = [kind for kind in args.kinds.split(",") if not (args.dead_only and kind == "silent")]
+    if not kinds or not set(kinds) <= set(KINDS):
+        parser.error(f"--kinds: some of {','.join(KINDS)}")
     rounds: list[Round] = []
     with three_nodes() as nodes:
         campaign = Campaign(nodes)
-        for kind, tokens in plan(args.kinds.split(","), args.kills, args.seed):
+        for kind, tokens in plan(kinds, args.kills, args.seed):
             rounds.append(campaign.run(kind, tokens))
             print(rounds[-1], flush=True)
-    return report(rounds)
+            row = rounds[-1].row(args.max_gap, args.seed) | describe_run()
+            append_rows(args.out / "kills.csv", COLUMNS, [row])
+    return report(rounds, args.max_gap)
 
 
-def report(rounds: list[Round]) -> int:
-    """Percentiles of the longest gap of each stream, by kind. 1 if anything was wrong."""
+def report(rounds: list[Round], max_gap_s: float = MAX_GAP_S) -> int:
+    """Percentiles of the longest gap of each stream, by kind. 1 if anything was wrong or late."""
     for kind in dict.fromkeys(r.kind for r in rounds):
-        gaps = sorted(gap for r in rounds if r.kind == kind for gap in r.gaps_s)
+        of_kind = [r for r in rounds if r.kind == kind]
+        gaps = sorted(gap for r in of_kind for gap in r.gaps_s)
         p50, p95, worst = gaps[len(gaps) // 2], gaps[int(0.95 * (len(gaps) - 1))], gaps[-1]
+        num_late = sum(r.is_late(max_gap_s) for r in of_kind)
         print(
-            f"{kind:8s} {len(gaps):4d} streams: gap p50 {p50:.2f} p95 {p95:.2f} max {worst:.2f} s"
+            f"{kind:8s} {len(gaps):4d} streams: gap p50 {p50:.2f} p95 {p95:.2f} max {worst:.2f} s, "
+            f"{num_late} of {len(of_kind)} kills over {max_gap_s:g} s and an adapter's load"
         )
     num_wrong = sum(r.num_wrong for r in rounds)
+    num_late = sum(r.is_late(max_gap_s) for r in rounds)
     errors = [error for r in rounds for error in r.errors]
-    print(f"{len(rounds)} kills, {num_wrong} wrong answers, {len(errors)} errors at clients")
-    return int(bool(num_wrong or errors))
+    print(
+        f"{len(rounds)} kills, {num_wrong} wrong answers, {len(errors)} errors at clients, "
+        f"{num_late} gaps too long"
+    )
+    return int(bool(num_wrong or errors or num_late))
 
 
 if __name__ == "__main__":
