@@ -4,8 +4,9 @@
 
 FILE is a day of ServeGen (https://github.com/alibaba/ServeGen, Apache-2.0) as csv.gz: client_id,
 window_start_s, rate_rps, interarrival_cv, ... in windows of ten minutes. Without one, tenants of a
-Zipf law that wax and wane over the day. A request has 1,366 tokens, the mean of the Azure
-conversation trace of 2023 (CC-BY 4.0). Without hours (`--hours 0`) no day is run. Not here: what engines make of it (serving).
+Zipf law that wax and wane over the day; with `--hours 0`, no day. A request has 1,366 tokens, the
+mean of the Azure conversation trace of 2023 (CC-BY 4.0). Not here: what engines make of it
+(serving).
 """
 
 import argparse
