@@ -5,6 +5,7 @@ Ray: whoever judges is behind a `Judge`, on a machine that has torch.
 """
 
 import asyncio
+import hmac
 import json
 import logging
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Operators:
     """
 
     def __init__(self, config: ServiceConfig, judges: Mapping[str, Judge]) -> None:
-        self._digests = frozenset(key.removeprefix(DIGEST) for key in config.operator_keys)
+        self._digests = tuple(key.removeprefix(DIGEST) for key in config.operator_keys)
         self._judges = judges
         self._root = config.adapters.root
         allowed = (uri for tenant in config.tenants for uri in tenant.allowed_uris)
@@ -53,7 +54,11 @@ class Operators:
     def check(self, headers: Mapping[str, str]) -> None:
         """Errors: ApiError 401 unless the request bears an operator's key."""
         key = bearer_key(headers.get("authorization", ""))
-        if key is None or key_digest(key) not in self._digests:
+        if key is None:
+            raise unauthorized()
+        digest = key_digest(key)
+        # All of them, for they are few: the time tells not even which one it is.
+        if not sum(hmac.compare_digest(known, digest) for known in self._digests):
             raise unauthorized()
 
     async def validate(self, body: bytes) -> dict[str, Any]:

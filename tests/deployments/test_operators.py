@@ -5,6 +5,7 @@ node's actor (test_application.py), the way through Ray (test_service.py).
 """
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,21 @@ async def test_only_operators_are_answered(desk: Desk) -> None:
     assert_openai_error(await desk.client.get("/v1/models", headers=headers), 401)
     assert_openai_error(await desk.client.get("/operator/validate", headers=headers), 405)
     assert len(desk.judge.asked) == 2
+
+
+async def test_operators_keys_are_compared_in_constant_time(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every key there is, and none fits unless `hmac.compare_digest` says so."""
+    asked = []
+
+    def differ(known: str, computed: str) -> bool:
+        asked.append((known, computed))
+        return False
+
+    monkeypatch.setattr(hmac, "compare_digest", differ)
+    assert_openai_error(await desk.ask(key=KEY), 401)
+    assert asked == [(key_digest(known), key_digest(KEY)) for known in (KEY, OTHER_KEY)]
 
 
 async def test_keys_in_the_file(demo_config: ServiceConfig) -> None:

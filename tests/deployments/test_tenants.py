@@ -1,5 +1,9 @@
 """Who may use what. A foreign name and an unknown one must be the same thing."""
 
+import hmac
+
+import pytest
+
 from adapter_store.ref import AdapterRef
 from deployments.tenants import Target, TenantConfig, TenantDirectory, key_digest
 
@@ -18,6 +22,19 @@ def test_keys() -> None:
     assert DIRECTORY.tenant_of_key("key-b1") is DIRECTORY.tenant_of_key("key-b2") is B
     for wrong in ("", "key-A", "key-a ", key_digest("key-a"), "\udcff"):
         assert DIRECTORY.tenant_of_key(wrong) is None
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is the key's only if `hmac.compare_digest` says so."""
+    asked = []
+
+    def differ(known: str, computed: str) -> bool:
+        asked.append((known, computed))
+        return False
+
+    monkeypatch.setattr(hmac, "compare_digest", differ)
+    assert DIRECTORY.tenant_of_key("key-a") is DIRECTORY.tenant_of_key("wrong") is None
+    assert asked == [(key_digest("key-a"),) * 2, ("", key_digest("wrong"))]
 
 
 def test_names() -> None:
