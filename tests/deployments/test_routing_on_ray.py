@@ -1,13 +1,14 @@
-"""Routing and scaling where they are real: a small Ray with two base models over one checkpoint.
+"""Routing and scaling where they are real: a small Ray, three base models over one checkpoint.
 
 `fixed` has two replicas that take two requests at a time, and nothing spills; `elastic` has one to
-three replicas, of four sequences each.
+three replicas, of four sequences each; `narrow` has one that takes two, and three may wait for it.
 """
 
 import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -39,6 +40,7 @@ def url() -> Iterator[str]:
             "spill_after_s": 600,
         }
         elastic = {"name": "elastic", "min_replicas": 1, "max_replicas": 3, "scale_down_after_s": 2}
+        narrow = {"name": "narrow", "max_ongoing_requests": 2, "max_queued_requests": 3}
         tenant = {
             "tenant_id": "t",
             "api_keys": ["key-of-t"],
@@ -51,7 +53,7 @@ def url() -> Iterator[str]:
             "limits": {"max_concurrent_requests": 500},
         }
         settings = {
-            "models": [model | fixed, model | elastic],
+            "models": [model | fixed, model | elastic, model | narrow],
             "adapters": {
                 "root": str(DEMO / "adapters"),
                 "host_cache_dir": str(world.private / "tier"),
@@ -126,6 +128,39 @@ async def test_sixteen_sub_calls_of_one_request_do_not_hang(url: str) -> None:
         answer = await complete(http, "pirate-fixed", ["The"] * 16)
         assert len(answer["choices"]) == 16
         assert len({choice["text"] for choice in answer["choices"]}) == 1
+
+
+async def test_beyond_its_queue_a_base_refuses_and_serves_the_rest(url: str) -> None:
+    """Two answers run, and of ten more requests three may wait."""
+    body = {"model": "narrow", "prompt": "The", "max_tokens": 8, "temperature": 0}
+    endless = body | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+    async with client(url) as http, AsyncExitStack() as running:
+        streams = []  # one that nobody holds is closed
+        for _ in range(2):
+            answer = await running.enter_async_context(
+                http.stream("POST", "/v1/completions", json=endless)
+            )
+            assert answer.status_code == 200
+            streams.append(answer.aiter_lines())
+            assert (await anext(streams[-1])).startswith("id: "), "it runs"
+        flood = [
+            asyncio.create_task(http.post("/v1/completions", json=body | {"stream": bool(n % 2)}))
+            for n in range(10)
+        ]
+        refused = []
+        async with asyncio.timeout(60):
+            for done in asyncio.as_completed(flood):
+                refused.append(await done)
+                if len(refused) == 7:
+                    break
+        for found in refused:
+            assert found.status_code == 503 and found.headers["retry-after"] == "1", found.text
+            assert found.json()["error"]["code"] == "overloaded"
+        assert [task.done() for task in flood].count(False) == 3
+        await running.aclose()  # the two leave, and those that wait take their places
+        statuses = [(await task).status_code for task in flood]
+        assert statuses.count(200) == 3 and statuses.count(503) == 7
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_saturation_misplaces_nobody(url: str) -> None:
