@@ -1,13 +1,15 @@
 """The whole service on a local Ray: the demo's model, a real S3 server, the official client.
 
-Two bases over one checkpoint: `demo` has two replicas, `small` has one with two slots for three
-adapters. The service's keys may read the bucket `open` and no other.
+Two bases: `demo` has two replicas, `small` has one with two slots for three adapters. Their
+checkpoints differ in one tensor, so that `small` says `!` where `demo` says `.`, and the other way
+round. The service's keys may read the bucket `open` and no other.
 """
 
 import asyncio
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.exceptions import RayError
+from safetensors.torch import load_file, save_file
 
 from deployments.application import start
 from deployments.catalog import CatalogStats
@@ -157,6 +160,7 @@ def service() -> Iterator[Service]:
         relay = Relay(s3.port, lambda method, url, number: 0 if url in stalled else None, True)
         until_end.callback(relay.close)
         path.write_text(yaml.safe_dump(settings(relay.endpoint_url, world.port, world.private)))
+        swap_two_tokens(world.private / "small")
         start_ray()
         config = load_config(path)
         start(config)
@@ -172,6 +176,23 @@ def prometheus(service: Service) -> Iterator[PrometheusServer]:
     with start_prometheus(service.url.removeprefix("http://")) as server:
         wait_until(lambda: server.value("sum(moe_replicas)") == 3, 60)
         yield server
+
+
+def swap_two_tokens(folder: Path) -> None:
+    """The demo's base with the embeddings of `.` and `!` exchanged, which the head shares: whatever
+    has neither in its prompt is answered as by the demo, but for these two."""
+    shutil.copytree(DEMO / "base", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tokenizer = Tokenizer(folder)
+    swapped = [tokenizer.encode(mark, add_special_tokens=False)[0] for mark in ".!"]
+    embeddings = tensors["model.embed_tokens.weight"]
+    embeddings[swapped] = embeddings[swapped[::-1]]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def of_small(text: str) -> str:
+    """What `small` says where `demo` says this."""
+    return text.translate({ord("."): "!", ord("!"): "."})
 
 
 def extras_in_s3() -> list[tuple[str, str, str]]:
@@ -237,7 +258,12 @@ def settings(endpoint_url: str, port: int, private: Path) -> dict[str, Any]:
     return {
         "models": [
             model | {"name": "demo", "num_replicas": 2, "engine": engine | {"max_loras": 4}},
-            model | {"name": "small", "engine": engine | {"max_loras": 2}},
+            model
+            | {
+                "name": "small",
+                "path": str(private / "small"),
+                "engine": engine | {"max_loras": 2},
+            },
         ],
         "adapters": {
             "root": "s3://open",
@@ -291,7 +317,7 @@ def test_every_tenant_has_its_own_voice(service: Service) -> None:
             client = service.client(style)
             assert ask(client, style, line["question"]).choices[0].message.content == line[style]
             answer = ask(client, f"small:{style}-small", line["question"])
-            assert answer.choices[0].message.content == line[style]
+            assert answer.choices[0].message.content == of_small(line[style])
         assert ask(client, "demo", line["question"]).choices[0].message.content == line["base"]
 
 
@@ -497,7 +523,7 @@ def test_adapters_come_and_go_under_load(service: Service) -> None:
     assert after.evictions - before.evictions >= 3 and after.num_slots == 2
     by_question = {line["question"]: line for line in QUESTIONS}
     right = [
-        text == by_question[question]["base" if model == "small" else tenant]
+        text == of_small(by_question[question]["base" if model == "small" else tenant])
         for (tenant, model, question), text in zip(jobs, together, strict=True)
     ]
     assert sum(right) >= 0.9 * len(right)
@@ -783,8 +809,15 @@ def test_one_name_has_another_voice_under_each_base(service: Service) -> None:
     client, line = service.client("both"), QUESTIONS[2]
     parents = {card.id: getattr(card, "parent", None) for card in client.models.list()}
     assert parents == {"demo": None, "small": None, "demo:tone": "demo", "small:tone": "small"}
-    for name, style in (("demo:tone", "pirate"), ("small:tone", "formal")):
-        assert ask(client, name, line["question"]).choices[0].message.content == line[style]
+    alone = {
+        "demo": line["base"],
+        "demo:tone": line["pirate"],
+        "small": of_small(line["base"]),
+        "small:tone": of_small(line["formal"]),
+    }
+    assert len(set(alone.values())) == 4
+    for name, text in alone.items():
+        assert ask(client, name, line["question"]).choices[0].message.content == text, name
     with pytest.raises(openai.BadRequestError, match="`demo:tone`, `small:tone`"):
         ask(client, "tone", line["question"])
 
