@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 import tests.conftest  # noqa: F401  # the environment for Ray, before it starts
+from deployments.placement.view import ReplicaView
 from model_runner.stats import EngineStats
 from tests.bench.results import ABOUT, RESULTS, append_rows, describe_run
 from tests.ray_cluster import STYLES, Nodes, three_nodes, wait_until
@@ -172,8 +173,15 @@ class Campaign:
         return result
 
     def _stats(self) -> dict[str, EngineStats]:
-        """Of each replica, by its name."""
-        return {view.replica_id: view.stats for view in self.nodes.views()}
+        """Of each replica, by its name; a call that fails is made again."""
+        found: list[ReplicaView] = []
+
+        def look() -> bool:
+            found[:] = self.nodes.views()
+            return bool(found)
+
+        wait_until(look, 30, "the replicas tell their stats")
+        return {view.replica_id: view.stats for view in found}
 
     async def _alone(self, tenant: str, body: dict[str, Any]) -> Answer:
         answer = Answer()
