@@ -37,6 +37,13 @@ compiled_alone = pytest.mark.skipif(interpreting(), reason="interpreted function
 
 
 @pytest.mark.parametrize("op", TUNED, ids=NAMES)
+def test_what_ships_for_the_h200_was_measured_at_every_shape_and_rank(op: command.TunedOp) -> None:
+    wanted = {op.key(p) for shape in SHAPES.values() for p in op.problems(shape, RANKS)}
+    file = json.loads((FOLDER / "NVIDIA_H200.json").read_text())
+    assert sum(run["keys"] for run in file[tiling.MEASURED][op.name]) == len(wanted) > 0
+
+
+@pytest.mark.parametrize("op", TUNED, ids=NAMES)
 def test_every_problem_has_candidates_that_fit(op: command.TunedOp) -> None:
     assert op.name in OPS
     seen = 0
