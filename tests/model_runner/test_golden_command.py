@@ -27,9 +27,8 @@ def test_logits_match_and_refusals_name_what_is_wrong(tmp_path: Path) -> None:
             job = {"id": case.id, "model": str(case.model), "adapter": adapter, "input_ids": ids}
             file.write(json.dumps(job) + "\n")
     words = ["logits", "--jobs", str(jobs), "--out", str(tmp_path / "out"), "--dtype", "float32"]
-    done = subprocess.run(
-        [sys.executable, "-m", "model_runner", *words], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "model_runner", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]
     suffix = {"logits": "safetensors", "refuse": "error.txt"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
