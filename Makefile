@@ -30,7 +30,8 @@ serve: $(READY) ## the service alone; args="config=FILE", or args="model=PATH lo
 test: $(READY) ## set up, then run what CI runs
 	@failed=0; \
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not gpu and not multigpu and not slow and not ray and not e2e" || failed=1; \
-	$(PYTEST) -m "(ray or e2e) and not gpu and not multigpu and not slow" || failed=1; exit $$failed
+	$(PYTEST) -m "(ray or e2e) and not gpu and not multigpu and not slow" tests/deployments tests/e2e || failed=1; \
+	exit $$failed
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interp tests/kernels

@@ -100,11 +100,14 @@ def mla_attention_reference(
     return values[..., :num_latent].contiguous()
 
 
-def _make(
+def make_latent_case(
     name: str, rows: Rows, num_q: int, num_latent: int, dim_rope: int, *, max_len: int = 0,
     small: bool = True,
 ) -> Case:  # fmt: skip
-    """A case of `paged_attention` with one kv head, its queries and cache seen as latent."""
+    """A case of `paged_attention` with one kv head, its queries and cache seen as latent.
+
+    rows  (queries, keys) of each
+    """
     base = make_case(
         name, rows, num_q, 1, num_latent + dim_rope, spare=1, max_len=max_len, small=small
     )
@@ -124,49 +127,51 @@ def _make(
 
 
 def _cases() -> Iterable[Case]:
-    yield _make("decode", ((1, 5), (1, 33), (0, 0), (1, 20)), 5, 24, 8)
-    yield _make("decode_split", ((1, 300), (0, 0), (1, 70)), 3, 40, 8, max_len=4096)
-    yield _make("mixed", ((1, 40), (7, 7), (0, 0), (20, 45)), 4, 32, 16)
-    yield _make("wide", ((1, 70), (3, 9)), 18, 64, 16)
+    yield make_latent_case("decode", ((1, 5), (1, 33), (0, 0), (1, 20)), 5, 24, 8)
+    yield make_latent_case("decode_split", ((1, 300), (0, 0), (1, 70)), 3, 40, 8, max_len=4096)
+    yield make_latent_case("mixed", ((1, 40), (7, 7), (0, 0), (20, 45)), 4, 32, 16)
+    yield make_latent_case("wide", ((1, 70), (3, 9)), 18, 64, 16)
     for name, num_q in (("v2_lite", 16), ("v3", 128)):
         sizes = (((1, 8192),), ((1, 2048),) * 32)
         for rows in sizes:
             at = f"{name}_decode_{len(rows)}x{rows[0][1]}"
-            yield _make(at, rows, num_q, 512, 64, max_len=32768, small=False)
-    yield _make("v2_lite_prefill", ((1024, 1024),), 16, 512, 64, small=False)
+            yield make_latent_case(at, rows, num_q, 512, 64, max_len=32768, small=False)
+    yield make_latent_case("v2_lite_prefill", ((1024, 1024),), 16, 512, 64, small=False)
 
 
 def _aot() -> Iterable[AotSpec]:
-    signature = dict.fromkeys(("q_latent", "q_rope", "cache", "out"), "*bf16")
-    signature |= dict.fromkeys(("page_table", "seq_lens", "cu_q"), "*i32")
+    kept = ("q_latent", "q_rope", "cache", "out")
+    signature = dict.fromkeys(("page_table", "seq_lens", "cu_q"), "*i32")
     signature |= dict.fromkeys(("parts", "lse"), "*fp32") | {"scale": "fp32"}
     counts = ("num_rows", "num_splits")
     strides = ("rope_token", "rope_head")
     signature |= dict.fromkeys(counts, "i32") | dict.fromkeys(strides, "i32:16")
     signature |= {"table_stride": "i32"}
 
-    def spec(name: str, kernel: Any, tile: LatentTile, **constants: Any) -> AotSpec:
+    def spec(name: str, kernel: Any, tile: LatentTile, wide: bool, **constants: Any) -> AotSpec:
         every = {
             "R": 512, "D": 64, "C": 16, "BLOCK_T": tile.tokens, "BLOCK_H": tile.heads,
             "BLOCK_N": tile.keys, "BLOCK_R": 512, "BLOCK_D": 64, "MIN_BLOCKS": MIN_BLOCKS,
             "MAX_SPLITS": MAX_SPLITS, "UPCAST": False, **constants,
         }  # fmt: skip
+        typed = signature | dict.fromkeys(kept, "*fp32" if wide else "*bf16")
         wanted, known = (
-            {k: v for k, v in given.items() if k in kernel.arg_names}
-            for given in (signature, every)
+            {k: v for k, v in given.items() if k in kernel.arg_names} for given in (typed, every)
         )
-        spills = 80 if kernel is prefill_kernel else 0  # with which it was fastest
+        # 80: with which it was fastest. In fp32 nobody is in a hurry.
+        spills = 80 if kernel is prefill_kernel else 112 if wide else 0
         return AotSpec(
             name, kernel, wanted, known, tile.num_warps, tile.num_stages, max_spills=spills
         )
 
     for num_q in (16, 128):
-        tile = decode_tile(num_q)
-        for split in (False, True):
-            name = f"q{num_q}_{'split' if split else 'whole'}"
-            yield spec(name, decode_kernel, tile, Q=num_q, SPLIT=split)
-        yield spec(f"q{num_q}_combine", combine_kernel, replace(tile, num_warps=4), Q=num_q)
-        yield spec(f"q{num_q}_prefill", prefill_kernel, prefill_tile(num_q), Q=num_q)
+        for wide in (False, True):
+            at, tile = f"q{num_q}{'_fp32' if wide else ''}", decode_tile(num_q, wide)
+            for split in (False, True):
+                name = f"{at}_{'split' if split else 'whole'}"
+                yield spec(name, decode_kernel, tile, wide, Q=num_q, SPLIT=split)
+            yield spec(f"{at}_combine", combine_kernel, replace(tile, num_warps=4), wide, Q=num_q)
+            yield spec(f"{at}_prefill", prefill_kernel, prefill_tile(num_q, wide), wide, Q=num_q)
 
 
 def _bytes(inputs: Inputs) -> int:

@@ -40,7 +40,7 @@ def decode_tile(num_heads: int, wide: bool = False) -> LatentTile:
     """For batches of one query a row. As measured on an H200 with 16 heads and 128. wide: of fp32,
     of which 64 heads and their keys do not fit."""
     if num_heads <= 16 or wide:
-        return LatentTile(1, 16, 32, 4, 2)
+        return LatentTile(1, 16, 32, 4, 1 if wide else 2)
     return LatentTile(1, 64, 32, 8, 5, 1)
 
 
@@ -89,7 +89,7 @@ def decode(
         Q=num_heads, R=latent, D=dim, C=cache.shape[1], SPLIT=num_splits > 1, BLOCK_H=tile.heads,
         BLOCK_N=tile.keys, BLOCK_R=block_r, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         MIN_BLOCKS=MIN_BLOCKS, UPCAST=interpreting(), num_warps=tile.num_warps,
-        num_stages=tile.num_stages if q_latent.element_size() == 2 else 1,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         combine_kernel[(num_heads, num_tokens)](

@@ -16,6 +16,48 @@ from adapter_store.weights import LoraTarget
 GOLDEN = Path(__file__).parent / "data" / "golden"
 MAX_ABS_DIFF = 5e-4  # of logits, float32 weights and arithmetic, any position
 
+# Refused cases -> what the message must name: the tensor or the field at fault.
+NAMED_IN_REFUSAL = {
+    "llama-refuse_unbound_tensor": "qkv_proj",
+    "gpt_oss-refuse_unbound_layer": "layers.",
+    "qwen3_moe-refuse_unbound_segment": "mlp.moe.experts",
+    "llama-refuse_wrong_hidden": "q_proj",
+    "gpt_oss-refuse_wrong_hidden_experts": "experts.base_layer.lora_A",
+    "llama-refuse_nan": "lora_B",
+    "gpt_oss-refuse_nan_experts": "mlp.experts.lora_A",
+    "qwen3-refuse_inf": "lora_A",
+    "llama-refuse_half_pair": "q_proj.lora_A",
+    "llama-refuse_rank_mismatch": "lora_A",
+    "gpt_oss-refuse_expert_count": "experts.base_layer.lora_A",
+    "llama-refuse_int_dtype": "I32",
+    "llama-refuse_empty": "no tensor",
+    "llama-refuse_dora": "use_dora",
+    "llama-refuse_modules_to_save": "modules_to_save",
+    "gpt_oss-refuse_bias_all": "bias",
+    "gpt_oss-refuse_lora_bias": "lora_bias",
+    "llama-refuse_pissa": "init_lora_weights",
+    "qwen3-refuse_olora": "init_lora_weights",
+    "llama-refuse_ia3": "peft_type",
+    "gpt_oss-refuse_bias_parameter": "gate_up_proj_bias",
+    "llama-refuse_rank_over_limit": "q_proj",
+    "llama-refuse_alora": "alora_invocation_tokens",
+    "qwen3-refuse_layer_replication": "layer_replication",
+    "llama-refuse_trainable_tokens": "trainable_token_indices",
+    "llama-refuse_truncated": "self_attn",
+    "llama-refuse_truncated_header": "header",
+    "llama-refuse_huge_header": "header",
+    "llama-refuse_bad_offsets": "self_attn",
+    "llama-refuse_pickle_only": "adapter_model.bin",
+    "llama-refuse_config_malformed": "adapter_config.json",
+    "qwen3-refuse_config_missing": "adapter_config.json",
+    "qwen3-refuse_config_types": "r is",
+    "qwen3-refuse_r_zero": "r is 0",
+    "gpt_oss-refuse_other_architecture": "block_sparse_moe",
+    "qwen3_moe-refuse_other_architecture_experts": "experts.base_layer.lora_A",
+    "llama-refuse_other_architecture_mla": "kv_a_proj_with_mqa",
+    "gpt_oss_square-refuse_ambiguous_down": "mlp.experts.lora_A",
+}
+
 Expect = Literal["logits", "refuse"]
 
 

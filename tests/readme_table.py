@@ -64,6 +64,7 @@ TESTS = {
     "refused: unbound_tensor": test_every_target.test_what_a_family_lacks_is_refused,
     "saved": test_against_transformers.test_logits_are_those_of_transformers,
     "loads": test_checkpoint_formats.test_a_checkpoint_loads_as_its_values_say,
+    "several": test_checkpoint_formats.test_each_of_several_fp8_blocks_has_its_own_scale,
 }
 
 
@@ -105,6 +106,8 @@ def format_table() -> str:
                 cells.append(f"saved `{FAMILIES[family]}`")
             elif (family, kind) in t.REFUSED:
                 cells.append(f"refused: `{t.REFUSED[family, kind]}`")
+            elif kind == "fp8" and family in t.SEVERAL_BLOCKS:
+                cells.append("several")
             elif (family, kind) in t.CELLS:
                 cells.append("loads")
             elif kind == "mxfp4":

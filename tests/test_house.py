@@ -287,6 +287,22 @@ def test_no_pattern_repeats_possessively() -> None:
                 assert not possessive.search(node.value), f"{module}, line {node.lineno}"
 
 
+def test_tests_with_ray_stand_where_the_makefile_looks_for_them() -> None:
+    """`make test` collects those folders alone for them: all the others take half a minute."""
+    line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "(ray or e2e)" in x)
+    folders = tuple(re.findall(r"tests/\w+", line))
+    marked = re.compile(r"pytest\.mark\.(?:ray|e2e)\b")
+    files = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if marked.search(path.read_text())
+    }
+    inside = {name for name in files if name.startswith(folders)}
+    assert len(folders) == 2 and len(inside) > 4
+    # Elsewhere only in files of which all is slow.
+    assert all("pytest.mark.slow" in files[name] for name in files.keys() - inside)
+
+
 def test_registries_are_literal_dicts() -> None:
     registries = [name for name in sources() if name.endswith(".registry")]
     assert len(registries) >= 4, registries

@@ -1,13 +1,12 @@
 """`python -m tests.adapter_store.fuzz_atheris --runs N`: libFuzzer looks for ways into the reader.
 
 Coverage of adapter_store guides it. Where it begins is made anew from the numbers of
-hostile.folders, and it ends with libFuzzer's own exit code: 0, or not 0 with the input that broke
-the reader in base64, for KEPT_INPUTS in test_hostile_folders. Needs the package atheris, which is
-for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (inputs.load_bytes).
+hostile.folders, and from the inputs of hostile.kept. It ends with libFuzzer's own exit code: 0, or
+not 0 with the input that broke the reader, packed for KEPT_INPUTS there. Needs the package atheris,
+which is for Linux alone (DEPENDENCIES.md). Not here: what may come of an input (inputs.load_bytes).
 """
 
 import argparse
-import base64
 import subprocess
 import sys
 import tempfile
@@ -47,7 +46,7 @@ def search(root: Path, runs: int, seconds: int, seed: int) -> NoReturn:
     # Imported here: what is loaded before is not instrumented.
     with atheris.instrument_imports(include=["adapter_store"]):
         import_module("adapter_store.formats.peft")  # which is else imported late
-        from tests.adapter_store.hostile import inputs
+        from tests.adapter_store.hostile import inputs, kept
         from tests.adapter_store.hostile.folders import make_case
         from tests.adapter_store.hostile.good_files import write_base
 
@@ -58,12 +57,14 @@ def search(root: Path, runs: int, seconds: int, seed: int) -> NoReturn:
         draft = make_case(number).draft
         if not draft.makers and len(data := inputs.as_bytes(draft)) <= MAX_INPUT_BYTES:
             (root / "corpus" / str(number)).write_bytes(data)
+    for number, known in enumerate(kept.KEPT_INPUTS):
+        (root / "corpus" / f"kept-{number}").write_bytes(known.unpack())
 
     def test_one(data: bytes) -> None:
         try:
             inputs.load_bytes(root / "folder", data, base)
         except BaseException:
-            print("input:", base64.b64encode(data).decode(), file=sys.stderr, flush=True)
+            print("input:", kept.pack(data), file=sys.stderr, flush=True)
             raise
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:

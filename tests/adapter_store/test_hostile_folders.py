@@ -4,14 +4,15 @@ or loads right.
 Not here: single files by hand (test_formats_hostile), the long search (fuzz_atheris).
 """
 
-import base64
 import gc
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,14 @@ from tests.adapter_store.hostile.draft import CONFIG, WEIGHTS, Random, valid_dra
 from tests.adapter_store.hostile.folders import MUTATIONS, Case, make_case, valid_case, whole_case
 from tests.adapter_store.hostile.good_files import write_base
 from tests.adapter_store.hostile.inputs import as_bytes, load_bytes
+from tests.adapter_store.hostile.kept import KEPT_INPUTS, pack
 from tests.adapter_store.hostile.places import make_socket
-from tests.adapter_store.hostile.run import MAX_PEAK_BYTES, Bench
+from tests.adapter_store.hostile.run import MAX_PEAK_BYTES, MAX_SECONDS, Bench
 from tests.adapter_store.scripted_s3 import start_scripted_s3
 from tests.adapter_store.tiny_adapters import TARGETS, write_peft_folder
 
 ROOT = Path(__file__).parents[2]
 NUM_CASES, ALL_CASES = 150, 10_000
-KEPT_INPUTS: tuple[str, ...] = ()
-"""Inputs that fuzz_atheris found, in base64."""
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +148,20 @@ def test_inputs_of_the_fuzzer(tmp_path: Path) -> None:
         assert load_bytes(folder, data, base) is None and join(split(data)) == data
     cut = load_bytes(folder, data[:-1], base)
     assert cut is not None and WEIGHTS in str(cut)
-    for text in KEPT_INPUTS:
-        load_bytes(folder, base64.b64decode(text), base)
+
+
+def test_inputs_that_broke_the_reader_are_refused(tmp_path: Path) -> None:
+    base, folder = write_base(tmp_path / "base"), tmp_path / "a"
+    folder.mkdir()
+    assert KEPT_INPUTS
+    for kept in KEPT_INPUTS:
+        data = kept.unpack()
+        assert join(split(data)) == data == replace(kept, packed=pack(data)).unpack()
+        began = time.process_time()
+        refusal = load_bytes(folder, data, base)
+        assert time.process_time() - began < MAX_SECONDS
+        assert isinstance(refusal, AdapterInvalid) and refusal.reason == kept.reason
+        assert kept.word in str(refusal) and len(str(refusal)) < 500, str(refusal)
 
 
 # ---- what once went wrong, one by one

@@ -7,7 +7,8 @@ The tests run side by side, one process a family and one for latent attention's 
 one process a shape compiles its kernels, and the fp8 checkpoint is written. Then nothing else runs,
 and one process after the other measures: tokens a second at each concurrency, base and with
 adapters, a step's kernels beside the time that their bytes take. Prints it all; appends to
-families.csv, kernels_step.csv and latent_tiles.csv. Exit code 1 if a test or a process failed.
+family_tests.csv, families.csv, kernels_step.csv and latent_tiles.csv. Exit code 1 if a test or a
+process failed.
 """
 
 import argparse
@@ -21,12 +22,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.bench.client import ROOT
 from tests.bench.family_shapes import FAMILY_SHAPES
 from tests.bench.fp8_checkpoint import write_fp8_qwen3
-from tests.bench.results import RESULTS
-from tests.model_runner.family_world import NAMES
+from tests.bench.results import ABOUT, RESULTS, append_rows, describe_run
+from tests.model_runner.family_world import NAMES, config_of
 
 STEPS = ("tests", "latent", "decode")
 TESTS = "tests/model_runner/test_families_at_speed.py"
@@ -42,6 +44,23 @@ THREADS = "2"  # of a process: as many processes run side by side as there are f
 TOLD = (
     r"^\W*(mean|own) |passed|skipped"  # what tests print of their numbers, and pytest's last line
 )
+# A family's own tests, in the order in which they run.
+FAMILY_TESTS = (
+    "graphs_equal_eager_steps",
+    "adapters_in_the_arena_equal_merged_weights",
+    "greedy_answers_are_the_references",
+)
+# Of its tests on a GPU: what they are, layers and width of its config (few beside what is
+# published), how far logits are from the truth through the arena and with merged weights (of the
+# adapter for which the former is largest beside the latter), what the adapter changes, the shares
+# of greedy tokens within `bound` of the truth's best (another adapter's: `other`).
+FAMILY_COLUMNS = (
+    "family", "what", "layers", "hidden_size", "passed", "arena_mean", "merged_mean", "arena_max",
+    "merged_max", "effect", "own", "other", "bound", *ABOUT,
+)  # fmt: skip
+_MERGED = re.compile(r"^\W*mean (\S+) (\S+) max (\S+) (\S+) effect (\S+)$", re.MULTILINE)
+_ANSWERS = re.compile(r"^\W*own (\S+) other (\S+) bound (\S+)$", re.MULTILINE)
+_PASSED = re.compile(r"\b(\d+) passed\b")
 
 
 @dataclass
@@ -87,15 +106,35 @@ def start(name: str, words: list[str], folder: Path) -> Process:
 def test_words(name: str) -> list[str]:
     """pytest over the tests of one family on a GPU."""
     at = f"{TESTS}::test_"
-    ids = [
-        f"{at}graphs_equal_eager_steps[{name}]",
-        f"{at}adapters_in_the_arena_equal_merged_weights[{name}-cuda]",
-        f"{at}greedy_answers_are_the_references[{name}-cuda]",
-    ]
+    graphs, *others = FAMILY_TESTS
+    ids = [f"{at}{graphs}[{name}]", *(f"{at}{test}[{name}-cuda]" for test in others)]
     if name == "deepseek v2":
         halves = ("mla_query_lora", "mla_value_lora")
         ids += [f"{at}without_a_half_of_kv_b_proj_they_do_not[{half}-cuda]" for half in halves]
     return [*PYTEST, *ids]
+
+
+def family_row(name: str, said: str) -> dict[str, Any]:
+    """The row of one family's tests from what pytest said. Errors: ValueError if it lacks a number.
+
+    Adapters after the answers are those of tests that break something on purpose.
+    """
+    answers, passed = _ANSWERS.search(said), _PASSED.search(said)
+    merged = _MERGED.findall(said[: answers.start()] if answers else "")
+    if not answers or not passed or not merged:
+        raise ValueError(f"the tests of {name} told no numbers")
+    config = config_of(name, "cuda", False)
+    worst = max(merged, key=lambda found: float(found[0]) / float(found[1]))
+    names = ("arena_mean", "merged_mean", "arena_max", "merged_max", "effect")
+    return {
+        "family": name,
+        "what": " ".join(FAMILY_TESTS),
+        "layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "passed": int(passed[1]),
+        **{key: float(value) for key, value in zip(names, worst, strict=True)},
+        **{key: float(answers[i]) for i, key in enumerate(("own", "other", "bound"), 1)},
+    }
 
 
 def family_words(label: str, args: argparse.Namespace, work: Path) -> list[str]:
@@ -121,14 +160,25 @@ def prepare(args: argparse.Namespace, work: Path, end: float) -> bool:
                 began = time.monotonic()
                 write_fp8_qwen3(work / "fp8", shape.config, SEED)
                 print(f"fp8 checkpoint written in {time.monotonic() - began:.1f} s", flush=True)
-    good = True
+    good, rows = True, []
     for process in beside:
         fine = process.wait(end)
+        name = process.name.removeprefix("test ")
+        if fine and name in NAMES:
+            try:
+                rows.append(family_row(name, process.log.read_text(errors="replace")))
+            except ValueError as error:
+                print(error, flush=True)
+                fine = False
         good &= fine
         if not fine:
             process.show(60)
         elif process.name.startswith("test"):
             process.show(12, TOLD)
+    if rows:
+        about = describe_run()
+        path = Path(args.out) / "family_tests.csv"
+        append_rows(path, FAMILY_COLUMNS, [row | about for row in rows])
     return good
 
 

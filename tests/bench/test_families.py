@@ -3,6 +3,7 @@ against numbers worked out by hand."""
 
 import csv
 import json
+import re
 import sys
 
 import pytest
@@ -25,7 +26,10 @@ from tests.bench.family_shapes import (
 )
 from tests.bench.fp8_checkpoint import write_fp8_qwen3
 from tests.bench.latent_tiles import CONTEXT, PROBLEMS, Problem, make_inputs, measure, tiles_of
+from tests.bench.results import ABOUT, describe_run
 from tests.bench.shapes import write_model
+from tests.model_runner import test_families_at_speed
+from tests.model_runner.family_world import make_world
 
 TINY = {"vocab_size": 4000, "num_hidden_layers": 2, "hidden_size": 160, "num_attention_heads": 4}
 DEEPSEEK = DEEPSEEK_V2_LITE | TINY | {
@@ -165,6 +169,45 @@ def test_tiles_of_all_problems_fit(monkeypatch):
     assert inputs["q_latent"].shape == (1, 2, 512) and inputs["cache"].shape[2] == 576
 
 
+SAID = """mean 0.01210 0.01100 max 0.0900 0.1000 effect 0.740
+mean 0.02000 0.01000 max 0.1200 0.1300 effect 0.810
+mean 0.01000 0.01100 max 0.3000 0.2000 effect 0.660
+..own 0.995 other 0.203 bound 0.0712
+.mean 9.00000 0.01000 max 9.0000 0.1000 effect 9.000
+.
+5 passed, 1 warning in 61.02s (0:01:01)
+"""
+
+
+def test_what_the_tests_of_a_family_told_is_a_row():
+    row = families.family_row("deepseek v3", SAID)
+    assert set(row) | set(ABOUT) == set(families.FAMILY_COLUMNS)
+    what = row.pop("what").split()
+    assert what == list(families.FAMILY_TESTS)
+    for test in what:
+        assert callable(getattr(test_families_at_speed, f"test_{test}"))
+    assert row == {
+        "family": "deepseek v3", "layers": 3, "hidden_size": 1024, "passed": 5,
+        "arena_mean": 0.02, "merged_mean": 0.01, "arena_max": 0.12, "merged_max": 0.13,
+        "effect": 0.81, "own": 0.995, "other": 0.203, "bound": 0.0712,
+    }  # fmt: skip
+    for start in ("mean", "..own", "5 passed"):
+        said = "\n".join(line for line in SAID.splitlines() if not line.startswith(start))
+        with pytest.raises(ValueError, match="deepseek v3 told no numbers"):
+            families.family_row("deepseek v3", said)
+
+
+def test_the_tests_tell_what_is_looked_for(capsys, tmp_path):
+    world = make_world("llama", tmp_path, "cpu", True)
+    test_families_at_speed.arena_equals_merged(world)
+    test_families_at_speed.answers_are_the_references(world)
+    said = capsys.readouterr().out
+    row = families.family_row("llama", said + "2 passed in 1.00s")
+    assert row["passed"] == 2 and row["effect"] > 10 * row["merged_mean"] > 0
+    assert row["arena_mean"] <= 2 * row["merged_mean"] and row["own"] >= 0.98 > row["other"]
+    assert len(re.findall(families.TOLD, said, re.MULTILINE)) == 4
+
+
 class FakeRun:
     """Stands for subprocesses: notes their words, ends at once."""
 
@@ -172,7 +215,7 @@ class FakeRun:
 
     def __init__(self, words, **options):
         FakeRun.told.append(words)
-        options["stdout"].write(b"said something\n")
+        options["stdout"].write(SAID.encode() if "[mixtral" in str(words) else b"said something\n")
         self.pid = 0
 
     def wait(self, timeout=None):
@@ -180,7 +223,8 @@ class FakeRun:
 
 
 def test_all_of_it_is_started_in_order(tiny, tmp_path, monkeypatch, capsys):
-    FakeRun.told = []
+    FakeRun.told, about = [], describe_run()  # which asks git, before nothing is run any more
+    monkeypatch.setattr("tests.bench.families.describe_run", lambda: about)
     monkeypatch.setattr("tests.bench.families.subprocess.Popen", FakeRun)
     words = ["families", "--out", str(tmp_path), "--shapes", "tiny-latent,tiny-fp8"]
     monkeypatch.setattr(sys, "argv", words)
@@ -193,4 +237,9 @@ def test_all_of_it_is_started_in_order(tiny, tmp_path, monkeypatch, capsys):
     assert compiling == [False] * 10 + [True] * 2 + [False] * 3
     out = capsys.readouterr().out
     assert "latent: exit code 1" in out and "said something" in out
+    assert "the tests of llama told no numbers" in out and "of mixtral told" not in out
+    with (tmp_path / "family_tests.csv").open() as file:
+        [row] = csv.DictReader(file)
+    assert (row["family"], row["layers"], row["own"]) == ("mixtral", "3", "0.995")
+    assert row["gpu"] and row["torch"] == torch.__version__ and row["utc"]
     assert json.dumps(FakeRun.told[0]).count("[gpt-oss") == 3

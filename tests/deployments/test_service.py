@@ -878,6 +878,7 @@ def test_a_lost_replica_is_replaced_and_nobody_waits_for_it(
     )
 
 
+@pytest.mark.slow
 def test_without_its_router_the_service_goes_on(
     service: Service, prometheus: PrometheusServer
 ) -> None:

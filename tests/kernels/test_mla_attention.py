@@ -3,9 +3,21 @@
 import pytest
 import torch
 
-from kernels.mla_attention import OPS, mla_attention, mla_attention_reference
-from kernels.mla_attention_triton import LatentTile, decode, prefill
-from kernels.op import Case
+from kernels.mla_attention import (
+    OPS,
+    make_latent_case,
+    mla_attention,
+    mla_attention_reference,
+)
+from kernels.mla_attention_triton import (
+    LatentTile,
+    decode,
+    decode_tile,
+    prefill,
+    prefill_tile,
+)
+from kernels.op import Case, Inputs
+from tests.kernels.test_ops import copy_of, largest
 
 
 def case_named(name: str) -> Case:
@@ -73,3 +85,58 @@ def test_any_number_of_splits_gives_the_same(programs: int) -> None:
     given = {k: v for k, v in inputs.items() if k != "max_q"}
     got = decode(**given, tile=LatentTile(1, 16, 16, 4, 1, programs))
     assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+# The tiles that ship, at the widths that are published. Rows (queries, keys) are short: of tokens
+# in several tiles, of keys in several blocks and, of decode, in several splits.
+SHIPPED = [(heads, wide) for heads in (16, 128) for wide in (False, True)]
+ROWS = {
+    "decode": ((1, 5), (0, 0), (1, 300), (1, 64)),
+    "prefill": ((1, 40), (7, 7), (0, 0), (6, 150)),
+}
+
+
+def shipped_inputs(kind: str, heads: int, device: str, dtype: torch.dtype) -> Inputs:
+    """A mixed batch, or one of single queries, with random pages and a NaN wherever none is."""
+    max_len = 4096 if kind == "decode" else 0
+    case = make_latent_case(kind, ROWS[kind], heads, 512, 64, max_len=max_len)
+    return case.make(device, dtype, 7)
+
+
+def assert_fp32_equals_reference(got: torch.Tensor, inputs: Inputs) -> None:
+    """In fp32: as any sum of a few hundred products in another order."""
+    want = mla_attention_reference(**inputs)
+    assert got.shape == want.shape and largest(want) > 0.1
+    assert largest(got - want) <= 2e-5 * largest(want)
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(("heads", "wide"), SHIPPED)
+def test_the_tiles_that_ship(heads: int, wide: bool, kind: str) -> None:
+    """In fp32 whatever they are for, which is what the interpreter can."""
+    inputs = shipped_inputs(kind, heads, "cpu", torch.float32)
+    given = {k: v for k, v in inputs.items() if k not in ("max_q", "max_len")}
+    if kind == "decode":
+        got = decode(**given, max_len=inputs["max_len"], tile=decode_tile(heads, wide))
+    else:
+        got = prefill(**given, tile=prefill_tile(heads, wide))
+    assert_fp32_equals_reference(got, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(("heads", "wide"), SHIPPED)
+def test_the_tiles_that_ship_on_a_gpu(heads: int, wide: bool, kind: str) -> None:
+    """In bf16 no further from the truth than twice torch in bf16, or half a step of rounding."""
+    dtype = torch.float32 if wide else torch.bfloat16
+    inputs = shipped_inputs(kind, heads, "cuda", dtype)
+    got = mla_attention(**inputs)
+    if wide:
+        assert_fp32_equals_reference(got, inputs)
+        return
+    truth = mla_attention_reference(**copy_of(inputs, torch.float32))
+    plain = largest(mla_attention_reference(**inputs).float() - truth)
+    half_step = 0.5 * torch.finfo(dtype).eps * largest(truth)
+    assert got.dtype == dtype and largest(truth) > 0.1
+    assert largest(got.float() - truth) <= max(2 * plain, half_step)

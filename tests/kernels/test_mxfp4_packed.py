@@ -159,6 +159,7 @@ def products(
 
 
 @pytest.mark.interp
+@pytest.mark.slow
 def test_more_rows_than_a_tile_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """12 rows of one expert: a tile of 8 and one of 4, and none in other experts' second tiles."""
     *want, _ = products(monkeypatch, 1, 0, num_tokens=12)
@@ -168,7 +169,7 @@ def test_more_rows_than_a_tile_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize("split", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_split_sums_depend_on_no_other_row(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks in four parts leave one part empty; counters are 0 after every launch."""
     *want, _ = products(monkeypatch, split, 0)

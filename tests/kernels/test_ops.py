@@ -23,6 +23,8 @@ PAIRS = [
     for case in op.cases()
 ]
 SMALL = [pair for pair in PAIRS if pair.values[1].small]
+# Seconds each in the interpreter, beside others of their kind.
+LONG = {"linear-64x2880x32_bias", "linear-33x2880x32_bias", "linear-16x2048x128"}
 # An interpreted function cannot be compiled, so there the list is empty.
 SPECS = [
     pytest.param(spec, id=f"{name}-{spec.name}")
@@ -136,7 +138,13 @@ def _same(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize(("op", "case"), SMALL)
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        pytest.param(*pair.values, id=pair.id, marks=[pytest.mark.slow] * (pair.id in LONG))
+        for pair in SMALL
+    ],
+)
 def test_interpreted_kernel_equals_reference(op: Op, case: Case) -> None:
     inputs = case.make("cpu", torch.float32, 4)
     got = outputs_of(op, op.run, copy_of(inputs))

@@ -193,7 +193,9 @@ def test_the_kernel_gives_decode_rows_the_same_bits_in_any_company() -> None:
     assert torch.equal(paged_attention(**inputs)[0], want)
 
 
-@both
+@pytest.mark.parametrize(
+    "form", ["torch", pytest.param("triton", marks=[pytest.mark.interp, pytest.mark.slow])]
+)
 def test_chunks_and_single_tokens_give_what_one_prefill_gives(form: str) -> None:
     whole = batch(((23, 23),), window=11, sinks=True)
     want = paged_attention(**whole)[:23]

@@ -174,6 +174,7 @@ def run_all(tuner: Tuner, jobs: list[Job]) -> None:
 
 
 @pytest.mark.interp
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_dry_run_writes_the_fastest_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     jobs, timed = fake_jobs(), list[set[str]]()

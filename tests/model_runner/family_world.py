@@ -103,8 +103,8 @@ class World:
     all_chosen: bool
 
 
-def make_world(name: str, root: Path, device: str, all_chosen: bool) -> World:
-    """Write the model's config and three folders that are a seed alone."""
+def config_of(name: str, device: str, all_chosen: bool) -> dict[str, Any]:
+    """The model's config.json."""
     architecture, fields, whole = _FAMILIES[name]
     config = _COMMON | {"architectures": [f"{architecture}ForCausalLM"]} | fields
     if all_chosen:
@@ -112,9 +112,14 @@ def make_world(name: str, root: Path, device: str, all_chosen: bool) -> World:
     if device == "cpu":
         narrow = {k: v for k, v in _NARROW.items() if config.get(k)}
         config |= narrow | {"num_key_value_heads": min(4, config["num_key_value_heads"])}
+    return config
+
+
+def make_world(name: str, root: Path, device: str, all_chosen: bool) -> World:
+    """Write the model's config and three folders that are a seed alone."""
     model = root / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(config_of(name, device, all_chosen)))
     return World(root, tuple(seeded_adapters(root)), device, all_chosen)
 
 

@@ -86,14 +86,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 PROMPT_TOKENS = 75
 
 
-def save_model(name: str, folder: Path, seed: int) -> torch.nn.Module:
-    """A random model of this shape, saved as transformers saves it."""
+def save_model(name: str, folder: Path, seed: int, **changed: Any) -> torch.nn.Module:
+    """A random model of this shape, saved as transformers saves it. changed: other fields."""
     kind, fields = MODELS[name]
     config_class = getattr(transformers, f"{kind}Config")
     kind = kind.removesuffix("Text")
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     torch.manual_seed(seed)
-    model = model_class(config_class(**(COMMON | fields))).eval().float()
+    model = model_class(config_class(**(COMMON | fields | changed))).eval().float()
     with torch.no_grad():
         for path, weight in (*model.named_parameters(), *model.named_buffers()):
             if path.endswith("correction_bias"):

@@ -42,6 +42,7 @@ CELLS = [
     and not (family in DENSE and kind in ("fused", "one by one"))
 ]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_LINEAR = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -83,11 +84,18 @@ def quantise(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
     """(linears in fp8 blocks with their scales, the values that these stand for)."""
     blocks, values = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight") or _ONE.fullmatch(name):
-            scale = (tensor.abs().amax() / 448).view(1, 1)  # smaller than one block
-            blocks[name] = (tensor / scale).to(torch.float8_e4m3fn)
-            blocks[f"{name}_scale_inv"] = scale
-            values[name] = blocks[name].float() * scale
+        if _LINEAR.search(name) is None:
+            continue
+        rows, cols = (range(0, size, FP8_BLOCK) for size in tensor.shape)
+        blocks[name] = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+        blocks[f"{name}_scale_inv"] = scales = torch.empty(len(rows), len(cols))
+        values[name] = torch.empty_like(tensor)
+        for i, row in enumerate(rows):
+            for j, col in enumerate(cols):
+                here = slice(row, row + FP8_BLOCK), slice(col, col + FP8_BLOCK)
+                scales[i, j] = tensor[here].abs().amax() / 448
+                blocks[name][here] = (tensor[here] / scales[i, j]).to(torch.float8_e4m3fn)
+                values[name][here] = blocks[name][here].float() * scales[i, j]
     return blocks, values
 
 
@@ -164,3 +172,43 @@ def test_a_checkpoint_loads_as_its_values_say(
             break
     with pytest.raises(CheckpointError):
         logits_of(changed, PROMPT)
+
+
+# No size is a multiple of a block, and each has several.
+WIDE = {"hidden_size": 160, "intermediate_size": 288, "moe_intermediate_size": 136}
+SEVERAL_BLOCKS = {
+    "qwen3-moe": WIDE | {"head_dim": 40, "num_key_value_heads": 4},
+    "deepseek v3": WIDE | {"q_lora_rank": 136, "kv_lora_rank": 136, "qk_nope_head_dim": 32,
+                           "v_head_dim": 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SEVERAL_BLOCKS)
+def test_each_of_several_fp8_blocks_has_its_own_scale(family: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save_model(FAMILIES[family], base, 13, **SEVERAL_BLOCKS[family])
+    tensors = load_file(base / "model.safetensors")
+    for name, tensor in tensors.items():
+        if _LINEAR.search(name):  # far from each other: what a wrong scale does must be felt
+            rows, cols = (torch.arange(size) // FP8_BLOCK for size in tensor.shape)
+            tensor *= 2.0 ** ((rows[:, None] + 2 * cols) % 3 - 1)
+    blocks, values = quantise(tensors)
+    shapes = {scale.shape for name, scale in blocks.items() if name.endswith("_scale_inv")}
+    assert shapes == {(2, 2), (2, 3), (3, 2)}
+    folder = save(tmp_path / "blocks", base, blocks, 2, quantization_config=FP8)
+    plain = save(tmp_path / "plain", base, values)
+    got, want = (logits_of(at, PROMPT)[0] for at in (folder, plain))
+    assert want.std() > 0.1 and torch.equal(got, want)
+    # One wrong scale shows: of the last block, in which the fewest values are.
+    for name, tensor in blocks.items():
+        if name.endswith("layers.0.self_attn.o_proj.weight_scale_inv"):
+            tensor[-1, -1] = tensor[0, 0]
+    other = save(tmp_path / "other", base, blocks, 2, quantization_config=FP8)
+    assert (logits_of(other, PROMPT)[0] - want).abs().max() > 0.01
+    one = {
+        name: tensor[:1] if name.endswith("_scale_inv") else tensor
+        for name, tensor in blocks.items()
+    }
+    fewer = save(tmp_path / "fewer", base, one, 2, quantization_config=FP8)
+    with pytest.raises(CheckpointError, match="_scale_inv has shape"):
+        logits_of(fewer, PROMPT)

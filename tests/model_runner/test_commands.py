@@ -3,6 +3,7 @@ agree with what was generated."""
 
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model_runner.__main__ import main
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR, PADDING_IDS
 
 ROOT = Path(__file__).parents[2]
@@ -272,6 +274,6 @@ def test_what_was_asked_before_the_end_of_stdin_is_answered() -> None:
 def test_a_job_that_is_none_is_named(line: str, tmp_path: Path) -> None:
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"id": "b", "input_ids": [1]}\n' + line + "\n")
-    words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--jobs", str(jobs), "--out", "/tmp"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode and f"{jobs}:2: a job is a JSON object with id" in done.stderr
+    words = ["logits", "--model", str(BASE_DIR), "--jobs", str(jobs), "--out", str(tmp_path)]
+    with pytest.raises(ValueError, match=re.escape(f"{jobs}:2: a job is a JSON object with id")):
+        main(words)
