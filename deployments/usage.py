@@ -23,8 +23,8 @@ from deployments import metrics
 from deployments.turns import take_turns
 from deployments.usage_store import UsageStore
 
-FLUSH_S = 2.0
-"""Between two batches. With the time of a write, at most 5 s are not kept when a process dies."""
+FLUSH_S = 1.5
+"""Between two batches. At most 5 s are not kept when a process dies, if a write takes up to one."""
 
 MAX_WAITING = 100_000
 """Records that wait while the store cannot be written; the oldest are given up beyond that."""

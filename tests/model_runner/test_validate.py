@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.__main__ import main
 from model_runner.engine import Engine
-from tests.adapter_store.test_formats_golden import EITHER, NAMED
-from tests.golden import GOLDEN, GoldenCase, load_cases
+from tests.adapter_store.test_formats_golden import EITHER
+from tests.golden import GOLDEN, NAMED_IN_REFUSAL, GoldenCase, load_cases
 from tests.model_runner.test_golden import make_engine, score_all
 from tests.s3_server import start_s3_server
 
@@ -74,7 +74,7 @@ def test_what_is_refused_is_named(case: GoldenCase, capsys) -> None:
     (refusal,) = report["refused"]
     assert code == 1 and not report["served"]
     assert refusal["reason"] in EITHER.get(case.id, {case.reason})
-    assert NAMED[case.id] in refusal["message"]
+    assert NAMED_IN_REFUSAL[case.id] in refusal["message"]
     assert not report["bound"] and report["bytes_per_gpu"] is None
 
 
