@@ -26,7 +26,7 @@ class EngineConfig:
     prefix_cache     reuse the pages of a common prefix (same salt, same adapter)
     max_loras        slots (L): adapters resident at once;  lora_bytes  the arena, 0 = 64 MiB on a
                      CPU, 8 GiB on a GPU; one adapter may take half of it
-    max_lora_rank    the largest rank that is accepted
+    max_lora_rank    the largest rank that is accepted; ranks count in eights, so 1 to 8 mean 8
     assume_transformers  4 or 5: the release beside which adapters are trained, for the few files
                      whose expert tensors' sizes do not tell their layout (a square down_proj alone,
                      as gpt-oss has it); 0 = not known: read as 5, with a warning
