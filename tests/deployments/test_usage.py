@@ -302,7 +302,7 @@ class Clocked:
         return [replace(RECORD, request=self.name, status=status, delivered=delivered)]
 
 
-@pytest.mark.parametrize("write_s", [0.1, 0.4])
+@pytest.mark.parametrize("write_s", [0.1, 0.4, 0.9])
 async def test_a_crash_at_any_moment_takes_less_than_five_seconds(
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch, write_s: float
 ) -> None:
