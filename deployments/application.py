@@ -12,6 +12,7 @@ import warnings
 from hashlib import sha256
 from typing import Any
 
+from click import ClickException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application, Deployment
@@ -26,7 +27,7 @@ from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.request_router import PlacementRequestRouter
 from deployments.router import Router
-from deployments.short_form import AppArgs
+from deployments.short_form import parse_args
 
 ROUTING_STATS_PERIOD_S = 1.0
 _LOAD_PERIOD_S = 1.0
@@ -36,18 +37,23 @@ _STATUS_PERIOD_S = 0.2
 _QUIET = {"enable_access_log": False}
 
 
-def app(args: AppArgs) -> Application:
-    """The application that the arguments of `serve run` describe; Ray Serve calls this.
+def app(args: dict[str, Any]) -> Application:
+    """The application that the arguments of `serve run` describe (`AppArgs`); Ray Serve calls this.
 
-    Errors: ConfigError, also for an `http` address: `serve run` has opened its own by now.
+    Errors: ClickException, which `serve run` prints as one line, for whatever is a ConfigError;
+    also for an `http` address: `serve run` opens its own.
     """
-    config = args.service_config()
-    if config.http != HttpSettings():
-        raise ConfigError(
-            f"{args.config}: http: `serve run` listens on 127.0.0.1:8000 whatever this says; leave "
-            "it out, or start the service through deployments.application.start"
-        )
-    return build(config)
+    try:
+        given = parse_args(args)
+        config = given.service_config()
+        if config.http != HttpSettings():
+            raise ConfigError(
+                f"{given.config}: http: `serve run` listens on 127.0.0.1:8000 whatever this says; "
+                "leave it out, or start the service through deployments.application.start"
+            )
+        return build(config)
+    except ConfigError as exc:
+        raise ClickException(str(exc)) from None
 
 
 def build(config: ServiceConfig) -> Application:

@@ -279,7 +279,7 @@ def make_config(values: dict[str, Any], source: str, folder: Path) -> ServiceCon
     try:
         config = ServiceConfig.model_validate(values)
     except ValidationError as exc:
-        raise ConfigError(f"{source}: {_words(exc)}") from None
+        raise ConfigError(f"{source}: {in_words(exc)}") from None
     return _with_absolute_folders(config, folder)
 
 
@@ -320,11 +320,14 @@ def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig
     return config.model_copy(update=update)
 
 
-def _words(error: ValidationError) -> str:
-    """Every problem in one line, with its key; values are left out, for they may be secrets."""
+def in_words(error: ValidationError, whole: str = "the file") -> str:
+    """Every problem in one line, with its key; values are left out, for they may be secrets.
+
+    whole  what a problem without a key is one of
+    """
     lines = []
     for problem in error.errors(include_input=False, include_url=False):
-        key = ".".join(str(part) for part in problem["loc"]) or "the file"
+        key = ".".join(str(part) for part in problem["loc"]) or whole
         words = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{key}: {'unknown key' if problem['type'] == 'extra_forbidden' else words}")
     return "; ".join(lines)

@@ -6,12 +6,13 @@ They become a `ServiceConfig` here, and nothing more: no Ray.
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from difflib import get_close_matches
 from glob import glob
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deployments.config import (
     DEFAULT_CONFIG,
@@ -20,6 +21,7 @@ from deployments.config import (
     IngressSettings,
     ModelSettings,
     ServiceConfig,
+    in_words,
     load_config,
     make_config,
 )
@@ -47,7 +49,7 @@ class AppArgs(BaseModel):
     Any other key is a setting of the model (num_replicas, num_gpus, load_format, ...) or of its
     engine (max_loras, max_lora_rank, max_model_len, dtype, device, ...), as default.yaml has them.
     num_gpus is 1 on a machine with NVIDIA GPUs, unless it or `device` says otherwise.
-    Errors: pydantic's ValidationError for a key that nobody knows, or `config` beside others.
+    Errors: ValidationError for a key that nobody knows, or `config` beside others (`parse_args`).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
@@ -109,6 +111,14 @@ class AppArgs(BaseModel):
             "ingress": {"anonymous_tenant": "" if self.api_key else EVERYONE},
         }
         return make_config(values, "arguments", Path.cwd())
+
+
+def parse_args(values: Mapping[str, Any]) -> AppArgs:
+    """Arguments as `serve run` gives them. Errors: ConfigError, which names the one at fault."""
+    try:
+        return AppArgs.model_validate(dict(values))
+    except ValidationError as exc:
+        raise ConfigError(in_words(exc, "arguments")) from None
 
 
 def _modules(words: str) -> dict[str, str]:

@@ -12,6 +12,10 @@ from adapter_store.ref import AdapterRef
 from model_runner.config import EngineConfig
 
 
+class CommandError(ValueError):
+    """The command line, or a file that it names, does not say what to do."""
+
+
 def add_engine_options(parser: argparse.ArgumentParser, model_required: bool) -> None:
     """--model, --load-format, --adapters, --config, --device, --dtype, --kernels."""
     parser.add_argument(
@@ -37,35 +41,43 @@ def add_engine_options(parser: argparse.ArgumentParser, model_required: bool) ->
 
 
 def read_config(args: argparse.Namespace, model: str, **defaults: Any) -> EngineConfig:
-    """The engine's settings: the file's, then the command line's over them. Errors: ValueError
-    naming an unknown field."""
+    """The engine's settings: the file's, then the command line's over them.
+
+    Errors: CommandError naming the file and the field at fault."""
     fields: dict[str, Any] = dict(defaults)
     if args.config:
         try:
             loaded = yaml.safe_load(Path(args.config).read_text()) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{args.config}: {error}") from None
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"{args.config}: {error}") from None
         if not isinstance(loaded, dict):
-            raise ValueError(f"{args.config} is no table of fields")
+            raise CommandError(f"{args.config} is no table of fields")
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         unknown = sorted(set(loaded) - known)
         if unknown:
-            raise ValueError(f"{args.config}: unknown fields {unknown}; known are {sorted(known)}")
+            raise CommandError(
+                f"{args.config}: unknown fields {unknown}; known are {sorted(known)}"
+            )
         fields.update(loaded)
     for name in ("load_format", "device", "dtype", "max_lora_rank", "lora_bytes"):
         if getattr(args, name, None):  # no command has all of these options
             fields[name] = getattr(args, name)
     fields["model"] = model
-    return EngineConfig(**fields)
+    try:
+        return EngineConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise CommandError(f"{args.config or 'settings'}: {error}") from None
 
 
 def read_adapters(text: str) -> dict[str, AdapterRef]:
-    """NAME=FOLDER,... -> name -> ref. Errors: ValueError for a part without '=' or a name given
-    twice."""
+    """NAME=FOLDER,... -> name -> ref. Errors: CommandError for a part without '=' or a name
+    given twice."""
     refs: dict[str, AdapterRef] = {}
     for part in filter(None, text.split(",")):
         name, eq, uri = part.partition("=")
         if not eq or not name or not uri or name in refs:
-            raise ValueError(f"--adapters wants NAME=FOLDER,... with distinct names, not {part!r}")
+            raise CommandError(
+                f"--adapters wants NAME=FOLDER,... with distinct names, not {part!r}"
+            )
         refs[name] = AdapterRef(name, uri)
     return refs

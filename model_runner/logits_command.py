@@ -25,7 +25,12 @@ from torch import Tensor
 from adapter_store.ref import AdapterRef
 from kernels.op import use_reference_kernels
 from model_runner.assembly import read_model_config
-from model_runner.command_line import add_engine_options, read_adapters, read_config
+from model_runner.command_line import (
+    CommandError,
+    add_engine_options,
+    read_adapters,
+    read_config,
+)
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.execution.kv_cache import page_bytes, plan_kv
@@ -168,19 +173,23 @@ def _refuse(out: Path, name: str, why: str) -> None:
 
 def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:
     refs = read_adapters(args.adapters)
-    for number, line in enumerate(Path(args.jobs).read_text().splitlines(), 1):
+    try:
+        lines = Path(args.jobs).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--jobs {args.jobs}: {error}") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line)
             name, input_ids = str(raw["id"]), tuple(raw["input_ids"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise CommandError(
                 f"{args.jobs}:{number}: a job is a JSON object with id and input_ids at least "
                 f"({type(error).__name__}: {error})"
             ) from None
         if "/" in name or name in (".", ".."):
-            raise ValueError(f"{args.jobs}:{number}: id {name!r} is no file name")
+            raise CommandError(f"{args.jobs}:{number}: id {name!r} is no file name")
         adapter = raw.get("adapter")
         ref = (
             refs.get(adapter) or AdapterRef(str(adapter), str(adapter))

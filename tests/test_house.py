@@ -80,7 +80,7 @@ LAW = {
     "deployments.generation_defaults": f"{_FACE} pydantic",
     "deployments.short_form": f"{_FACE} pydantic",
     "deployments.openai_schema": f"{_FACE} pydantic",
-    "deployments.application": f"{_FACE} ray",
+    "deployments.application": f"{_FACE} ray click",
     "deployments.router": f"{_FACE} ray",
     "deployments.router_link": f"{_FACE} ray",
     "deployments.replica_backend": f"{_FACE} ray",

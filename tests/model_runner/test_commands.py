@@ -3,7 +3,6 @@ agree with what was generated."""
 
 import json
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -270,10 +269,61 @@ def test_what_was_asked_before_the_end_of_stdin_is_answered() -> None:
     assert counts == dict.fromkeys(range(5), 12), answers[-1]
 
 
+def refusal_of(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command says that cannot begin: one line on stderr, exit code 2."""
+    switch_s = sys.getswitchinterval()
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    sys.setswitchinterval(switch_s)  # the command had a process of its own in mind
+    said = capfd.readouterr()
+    assert end.value.code == 2 and not said.out
+    assert said.err.count("\n") == 1, "no traceback"
+    assert said.err.startswith(f"python -m model_runner {words[0]}: ")
+    return said.err
+
+
 @pytest.mark.parametrize("line", ["{}", '{"id": "a"}', "[1]", "{nope}"])
-def test_a_job_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+def test_a_job_that_is_none_is_named(
+    line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"id": "b", "input_ids": [1]}\n' + line + "\n")
-    words = ["logits", "--model", str(BASE_DIR), "--jobs", str(jobs), "--out", str(tmp_path)]
-    with pytest.raises(ValueError, match=re.escape(f"{jobs}:2: a job is a JSON object with id")):
-        main(words)
+    words = ("logits", "--model", str(BASE_DIR), "--jobs", str(jobs), "--out", str(tmp_path))
+    said = refusal_of(capfd, *words)
+    assert f"{jobs}:2: a job is a JSON object with id and input_ids at least" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--adapters", "pirate"], "--adapters wants NAME=FOLDER,... with distinct names"),
+        (["--adapters", "pirate=/nowhere"], "/nowhere"),
+        (["--model", "/nowhere"], "/nowhere/config.json"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--config", "{tmp}/list.yaml"], "list.yaml is no table of fields"),
+        (["--config", "{tmp}/unknown.yaml"], "unknown.yaml: unknown fields ['max_lora']"),
+        (["--config", "{tmp}/low.yaml"], "low.yaml: max_num_seqs must be at least 1, not 0"),
+        (["--config", "{tmp}/word.yaml"], "word.yaml: "),
+        (["--dtype", "float8"], "dtype must be bfloat16 or float32, not 'float8'"),
+    ],
+)
+def test_a_command_that_cannot_begin_says_why(
+    options: list[str], named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "list": "[1]",
+        "unknown": "max_lora: 4",
+        "low": "max_num_seqs: 0",
+        "word": "max_loras: many",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    words = [word.format(tmp=tmp_path) for word in options]
+    assert named in refusal_of(capfd, "serve-stdio", "--model", str(BASE_DIR), *words)
+
+
+def test_jobs_that_are_not_there_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("logits", "--model", str(BASE_DIR), "--out", str(tmp_path), "--jobs", "/nowhere")
+    assert "--jobs /nowhere: " in refusal_of(capfd, *words)
