@@ -36,7 +36,6 @@ from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from adapter_store.weights import AdapterManifest, AdapterWeights, BoundPair, LoraTarget
 
-GPUS = 1  # an engine has one, and an adapter lies there whole
 _REASONS = {
     AdapterNotFound: "not_found",
     AdapterUnavailable: "unavailable",
@@ -50,12 +49,14 @@ class ServingLimits:
 
     dtype       of the adapter memory;  pool_bytes  its size, 0 = the engine serves no adapters
     host_bytes  the host tier;  max_rank  the largest rank, rounded up to what memory holds
+    gpus        of an engine: an adapter lies on each of them whole; 0 = it runs on a CPU
     """
 
     dtype: torch.dtype
     pool_bytes: int
     host_bytes: int
     max_rank: int
+    gpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def as_values(
             }
             for target in report.targets
         ],
-        "gpus": GPUS,
+        "gpus": limits.gpus,
         "bytes_per_gpu": report.num_bytes,
         "adapter_memory_bytes": limits.pool_bytes,
         "largest_adapter_bytes": largest_adapter(limits.pool_bytes),

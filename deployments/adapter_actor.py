@@ -29,11 +29,12 @@ _log = logging.getLogger("ray.serve")
 @dataclass(frozen=True)
 class ServedModel:
     """For which engine an adapter is judged. name: registered;  path: the model's folder;
-    pool_bytes: its adapter memory, 0 = it serves no adapters"""
+    pool_bytes: its adapter memory, 0 = it serves no adapters;  gpus: as ServingLimits has them"""
 
     name: str
     path: str
     pool_bytes: int
+    gpus: int
 
 
 class AdapterStoreActor:
@@ -107,7 +108,7 @@ class AdapterStoreActor:
         from adapter_store.validation import ServingLimits, as_values, validate
 
         targets, dtype, max_rank, max_bytes, s3 = self._registered[served.name]
-        limits = ServingLimits(dtype, served.pool_bytes, max_bytes, max_rank)
+        limits = ServingLimits(dtype, served.pool_bytes, max_bytes, max_rank, served.gpus)
         folder = Path(served.path)
         shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = folder.resolve().name

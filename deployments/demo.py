@@ -204,18 +204,21 @@ class Demo:
         base = self._settings["models"][0]["name"]
         tenants = [tenant for tenant in self._settings["tenants"] if tenant.get("adapters")]
         lines = ["", f"The service answers at {self._url}. In another shell:", ""]
-        for tenant in tenants[:2]:
+        for tenant in tenants:
             adapter = next(iter(tenant["adapters"]))
             lines += [f"# tenant {tenant['tenant_id']}, its adapter {adapter}"]
             lines += [self._curl(tenant["api_keys"][0], adapter), ""]
-        lines += ["# the base model alone", self._curl(tenants[0]["api_keys"][0], base), ""]
+        key = tenants[0]["api_keys"][0]
+        lines += ["# the base model alone", self._curl(key, base), ""]
+        lines += ["# the same as a stream", self._curl(key, base, stream=True), ""]
         return [*lines, "Ctrl-C ends it."]
 
-    def _curl(self, api_key: str, model: str) -> str:
+    def _curl(self, api_key: str, model: str, stream: bool = False) -> str:
         message = {"role": "user", "content": QUESTION}
         # Greedy: what a newcomer reads, and what a test asserts, does not hang on a draw.
         body = {"model": model, "messages": [message], "temperature": 0}
-        words = ["curl", "-s", f"{self._url}/v1/chat/completions"]
+        body |= {"stream": True} if stream else {}
+        words = ["curl", "-sN" if stream else "-s", f"{self._url}/v1/chat/completions"]
         words += ["-H", f"Authorization: Bearer {api_key}"]
         words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
         return shlex.join(words)

@@ -154,6 +154,7 @@ class Replica:
             self._model,
             self._config.model,
             self._loop.stats().arena_bytes if self._config.max_loras else 0,
+            self._loop.traits.num_gpus,
         )
         try:
             actor = await self._node_actor()

@@ -49,6 +49,7 @@ class Engine:
         self.config = config
         parts = assemble(config, s3)
         self.device, self.dtype, self.max_len = parts.device, parts.dtype, parts.max_len
+        self.num_gpus = int(self.device.type == "cuda")
         self.model, self.model_config = parts.model, parts.model_config
         self.targets, self.arena, self.store = parts.targets, parts.arena, parts.store
         self.pool, self.runner, self.scheduler = parts.pool, parts.runner, parts.scheduler

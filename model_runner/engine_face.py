@@ -44,11 +44,13 @@ class EngineTraits:
     """What others must know of an engine to prepare adapters for it.
 
     targets  the `LoraTarget`s;  dtype  the torch dtype that adapters are kept in
+    num_gpus that it runs on, 0 = a CPU
     store    its `AdapterStore`, None where it is in another process
     """
 
     targets: Sequence[Any] = ()
     dtype: Any = None
+    num_gpus: int = 0
     store: Any = None
 
 

@@ -30,6 +30,8 @@ class Steppable(Protocol):
     @property
     def dtype(self) -> Any: ...
     @property
+    def num_gpus(self) -> int: ...
+    @property
     def has_work(self) -> bool: ...
     @property
     def is_stepping(self) -> bool: ...
@@ -76,7 +78,7 @@ class EngineLoop(EngineFace):
             self._ready.set()
             return
         store = getattr(engine, "store", None)
-        self.traits = EngineTraits(engine.targets, engine.dtype, store)
+        self.traits = EngineTraits(engine.targets, engine.dtype, engine.num_gpus, store)
         self._tell((), engine.stats())
         self._ready.set()
         try:

@@ -145,7 +145,8 @@ def run_child(fd: int) -> None:
         _say(pipe, _Failed(_portable(error)))
         sys.exit(1)
     try:
-        _say(pipe, _Ready(EngineTraits(engine.targets, engine.dtype), engine.stats()))
+        traits = EngineTraits(engine.targets, engine.dtype, engine.num_gpus)
+        _say(pipe, _Ready(traits, engine.stats()))
         step_engine(engine, commands, functools.partial(_tell, pipe), stopping)
     except BaseException as error:
         _say(pipe, _Failed(_portable(error)))

@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pool_bytes=arena_bytes(config, on_cpu) if config.max_loras else 0,
         host_bytes=config.host_cache_bytes,
         max_rank=config.max_lora_rank,
+        gpus=0 if on_cpu else 1,
     )
     # What the loader logs for an operator of a service stands in the report.
     logging.getLogger("adapter_store").addHandler(_QUIET)
@@ -73,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def as_lines(values: dict[str, Any]) -> Iterator[str]:
     """The same for a reader, a subject a line."""
-    verdict = "would be served" if values["served"] else "would be refused"
+    reasons = {refusal["reason"] for refusal in values["refused"]}
+    verdict = "would be refused" if reasons else "would be served"
+    if reasons & {"not_found", "unavailable"}:
+        verdict = "could not be read"
     yield f"{values['uri']} on {values['model']} ({values['architecture']}): {verdict}"
     for refusal in values["refused"]:
         yield f"refused   {refusal['reason']}: {refusal['message']}"
@@ -82,6 +86,7 @@ def as_lines(values: dict[str, Any]) -> Iterator[str]:
     yield "layout    " + ", ".join(
         f"{layout} ({count} pairs)" for layout, count in values["layouts"].items()
     )
+    where = f"on each of {values['gpus']} GPU" if values["gpus"] else "without a GPU"
     width = max(len(target["name"]) for target in values["targets"])
     for target in values["targets"]:
         ranks = ", ".join(map(str, target["ranks"]))
@@ -91,9 +96,8 @@ def as_lines(values: dict[str, Any]) -> Iterator[str]:
             f"rank {ranks}, scale {scales}, {' and '.join(target['layouts'])}"
         )
     yield (
-        f"memory    {values['bytes_per_gpu']:,} bytes in {values['dtype']} on each of "
-        f"{values['gpus']} GPU; one adapter may take {values['largest_adapter_bytes']:,} of "
-        f"{values['adapter_memory_bytes']:,}"
+        f"memory    {values['bytes_per_gpu']:,} bytes in {values['dtype']} {where}; one adapter "
+        f"may take {values['largest_adapter_bytes']:,} of {values['adapter_memory_bytes']:,}"
     )
     yield f"tensors   {len(values['bound'])} bound, {len(values['skipped'])} skipped"
     if values["chat_template"]:

@@ -40,6 +40,7 @@ class ReadyEngine:
 
     targets = ()
     dtype = None
+    num_gpus = 0
     is_stepping = True
 
     def __init__(self, config: EngineConfig | None = None, s3: S3Options | None = None) -> None:

@@ -170,7 +170,7 @@ async def test_adapter_actor_judges_one_at_a_time_as_the_command_does(
     await actor.register(
         "demo", targets, torch.float32, 64, str(tier), 4 << 30, S3Options(), str(base)
     )
-    served = ServedModel("demo", str(base), 64 << 20)
+    served = ServedModel("demo", str(base), 64 << 20, gpus=0)
     bad = tmp_path / "bad"
     shutil.copytree(DEMO / "adapters" / "pirate", bad)
     config = json.loads((bad / "adapter_config.json").read_text())

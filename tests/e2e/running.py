@@ -22,6 +22,9 @@ class Running:
     ) -> None:
         self.mark = f"RUNNING_TEST_MARK={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
+        # A shell's background jobs are deaf to Ctrl-C, and so would be what they start.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.begin = time.monotonic()
         self.process = subprocess.Popen(
             command,
@@ -68,14 +71,16 @@ class Running:
             assert time.monotonic() < deadline, _names(self.pids())
             time.sleep(0.05)
 
-    def end(self, signum: int, limit_s: float) -> None:
-        """Ask it to end, and kill what is left of it."""
+    def end(self, signum: int, limit_s: float) -> bool:
+        """Ask it to end, and kill what is left of it; whether it ended by itself in time."""
         self.process.send_signal(signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
+        has_ended = self.process.poll() is not None
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return has_ended
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -80,23 +80,34 @@ def _ports(demo: RunningDemo) -> list[int]:
     return [int(port) for port in set(re.findall(r"127\.0\.0\.1:(\d+)", "".join(demo.lines)))]
 
 
-def _answer(curl_line: str) -> str:
-    done = subprocess.run(
+def _said(curl_line: str) -> str:
+    return subprocess.run(
         shlex.split(curl_line), capture_output=True, text=True, timeout=60, check=True
-    )
-    return str(json.loads(done.stdout)["choices"][0]["message"]["content"])
+    ).stdout
+
+
+def _answer(curl_line: str) -> str:
+    return str(json.loads(_said(curl_line))["choices"][0]["message"]["content"])
+
+
+def _streamed(curl_line: str) -> str:
+    *events, last = [line for line in _said(curl_line).splitlines() if line.startswith("data: ")]
+    assert last == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def test_printed_lines_answer_and_ctrl_c_leaves_nothing(demo: RunningDemo) -> None:
     # Of whoever else works on this machine: what they take, its first answer waits longer.
     share = max(1.0, os.getloadavg()[0])
     demo.wait_until_printed("Ctrl-C ends it")
-    first, second, base = demo.curl_lines()
+    first, second, third, base, stream = demo.curl_lines()
     answers = [_answer(first)]
     took_s = time.monotonic() - demo.begin
-    answers += [_answer(second), _answer(base)]
-    assert [len(markers_in(text)) for text in answers] == [1, 1, 0], answers
-    assert markers_in(answers[0]) != markers_in(answers[1])
+    answers += [_answer(second), _answer(third), _answer(base)]
+    assert [len(markers_in(text)) for text in answers] == [1, 1, 1, 0], answers
+    assert len(set().union(*map(markers_in, answers))) == 3
+    assert _streamed(stream) == answers[-1]
     assert all("Tokyo" in text for text in answers), answers
     assert took_s < FIRST_ANSWER_S * share
     assert any("s3://" in line for line in demo.lines) == (weed_binary() is not None)

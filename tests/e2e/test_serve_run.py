@@ -25,7 +25,7 @@ from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS
 from tests.s3_server import start_s3_server
 
 START_S = 120.0
-END_S = 40.0
+END_S = 35.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -43,10 +43,12 @@ def serve_run(private: Path, *arguments: str, **environment: str) -> Iterator[Ru
     }
     program = Path(sysconfig.get_path("scripts")) / "serve"
     running = Running([program, "run", *arguments], settings | environment)
+    has_ended = False
     try:
         yield running
     finally:
-        running.end(signal.SIGINT, END_S)
+        has_ended = running.end(signal.SIGINT, END_S)
+    assert has_ended, running.tail()
 
 
 @pytest.fixture

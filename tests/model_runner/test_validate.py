@@ -85,6 +85,8 @@ def test_the_text_says_what_the_json_says(capsys) -> None:
     assert "would be served" in text and "plain (8 pairs)" in text
     assert "self_attn.q_proj  2 of 2, rank 8, scale 2, plain" in text
     assert "40,960 bytes in float32 on each of 1 GPU" in text and "16 bound, 0 skipped" in text
+    assert main([*words, "--device", "cpu"]) == 0
+    assert "40,960 bytes in float32 without a GPU" in capsys.readouterr().out
     copies = CASES["llama-embed_head_copies_r4"].adapter
     assert main(["validate", str(copies), "--model", str(LLAMA)]) == 0
     assert "skipped   base_model.model.lm_head.base_layer.weight: a copy" in capsys.readouterr().out
@@ -205,6 +207,8 @@ def test_what_is_not_there_is_1(uri: str, capsys) -> None:
     code, report = judge(capsys, uri, LLAMA)
     assert code == 1 and report["refused"][0]["reason"] == "not_found"
     assert uri in report["refused"][0]["message"]
+    assert main(["validate", uri, "--model", str(LLAMA)]) == 1
+    assert "): could not be read\n" in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_early_changes_no_verdict(monkeypatch) -> None:
