@@ -1,5 +1,5 @@
 """What a hostile or a broken client sends: the right status, bounded memory and time, nothing left
-behind. Over ASGI, without Ray; what only sockets show is in test_edge.py and test_service.py."""
+behind. Over ASGI, without Ray; what only sockets show is in test_edge.py and whole_service/."""
 
 import asyncio
 import gc

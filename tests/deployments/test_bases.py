@@ -1,7 +1,7 @@
 """Several base models behind one face, one adapter name under all of them; one tenant that acts for
 others; and what Ray Serve makes of a base that cannot be started.
 
-Real answers of two bases are in test_service, a real broken one in tests/e2e/test_serve_run.
+Real answers of two bases are in whole_service/, a real broken one in tests/e2e/test_serve_run.
 """
 
 from collections.abc import AsyncIterator

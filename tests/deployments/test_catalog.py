@@ -1,7 +1,7 @@
 """The catalog and the replicas' lines to it, with a clock of the tests' own and no Ray.
 
 Replicas are stores' contents with a line; sources are a dict. Not here: the actors
-(test_service.py), what the store does with contents (tests/adapter_store).
+(whole_service/), what the store does with contents (tests/adapter_store).
 """
 
 import asyncio

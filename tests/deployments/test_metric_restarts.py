@@ -1,7 +1,7 @@
 """What Prometheus makes of a router that dies: every count once, no spike.
 
 Router, links and outboxes are real; time, and the calls that get lost, are the test's. Not here:
-Prometheus itself (test_service.py).
+Prometheus itself (whole_service/test_metrics.py).
 """
 
 import asyncio

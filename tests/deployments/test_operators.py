@@ -1,7 +1,7 @@
 """Operators ask whether an adapter would be served: who may, of which places, one at a time.
 
 Over HTTP without Ray; who judges is a stand-in. Not here: the judgement (test_validate.py), the
-node's actor (test_application.py), the way through Ray (test_service.py).
+node's actor (test_application.py), the way through Ray (whole_service/).
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 after a fetch ahead has failed. Each promise once more with its line taken out.
 
 The router and the node's actor are stand-ins that speak through `.remote`. Not here: Ray
-(test_service.py), the actor itself (test_application.py).
+(whole_service/), the actor itself (test_application.py).
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Prometheus' config scrapes what the service really serves; rules and dashboards name only metrics
 that there are, and Prometheus' own tool accepts them and tries the rules. Not here: a live scrape
-(tests/deployments/test_service.py)."""
+(tests/deployments/whole_service)."""
 
 import json
 import re
