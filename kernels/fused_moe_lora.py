@@ -91,11 +91,15 @@ def moe_lora_reference(
     for slot, rows in groups:
         rows = rows.to(x.device)
         expert = flat_ids.index_select(0, rows)  # [n]
-        least, most = _range_of(expert)
-        if least < 0:
-            rows, expert = rows[expert >= 0], expert[expert >= 0]
         if not len(rows):
             continue
+        least, most = _range_of(expert)
+        if least < 0 or 0 < num_experts <= most:
+            is_here = (expert >= 0) & (expert < (num_experts or most + 1))  # [n]
+            rows, expert = rows[is_here], expert[is_here]
+            if not len(rows):
+                continue
+            most = _range_of(expert)[1]
         factors = slot_factors(tables, target, slot, x.shape[1], y.shape[1], most + 1, x.dtype)
         if factors is None:
             continue

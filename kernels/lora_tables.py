@@ -48,8 +48,8 @@ class Worklist:
              sorted by slot*E + expert; unused ones have count 0. A fixed grid walks all W; W is
              what the worst case needs, so it cannot overflow.
     In a list by expert alone slot is -1; in one by slot alone expert is 0.
-    groups  CPU only, for references: (slot, row indices int64) of every slot in use, base rows left
-            out; None on a GPU.
+    groups  CPU only, for references: (slot, row indices int64) of every slot in use, left-out rows
+            not among them; None on a GPU.
     """
 
     rows: Tensor

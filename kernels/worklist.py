@@ -86,7 +86,7 @@ def build_worklist(
             *sources, counts, rows, segments, num_rows, num_segments, *sizes, **form,
             BLOCK_M=block_m, BLOCK_N=SCATTER_BLOCK, BLOCK_G=triton.next_power_of_2(num_groups),
         )  # fmt: skip
-    return Worklist(rows, segments, block_m, _groups(ids, slot_of_token, num_slots))
+    return Worklist(rows, segments, block_m, _groups(ids, slot_of_token, num_experts, num_slots))
 
 
 def build_worklist_reference(
@@ -132,7 +132,7 @@ def build_worklist_reference(
         (left, 0),
     )
     segments = torch.stack([torch.where(used, *column) for column in columns], 1)  # [W, 4]
-    groups = _groups(ids, slot_of_token, num_slots)
+    groups = _groups(ids, slot_of_token, num_experts, num_slots)
     return Worklist(rows.int(), segments.int(), block_m, groups)
 
 
@@ -167,7 +167,7 @@ def _worklist_of_lists(
     segments += [(-1, -1, 0, 0)] * (capacity - len(segments))
     rows = torch.tensor([row for _, row in keyed] + left_out, dtype=torch.int32)  # [N]
     table = torch.tensor(segments, dtype=torch.int32)  # [W, 4]
-    return Worklist(rows, table, block_m, _groups(ids, slot_of_token, num_slots))
+    return Worklist(rows, table, block_m, _groups(ids, slot_of_token, num_experts, num_slots))
 
 
 def slot_groups(
@@ -195,13 +195,19 @@ def _num_groups(slot_of_token: Tensor | None, num_experts: int, num_slots: int) 
 
 
 def _groups(
-    ids: Tensor | None, slot_of_token: Tensor | None, num_slots: int
+    ids: Tensor | None, slot_of_token: Tensor | None, num_experts: int, num_slots: int
 ) -> tuple[tuple[int, Tensor], ...] | None:
     if slot_of_token is None:
         return ()
     if slot_of_token.is_cuda:
         return None
-    return slot_groups(slot_of_token, num_slots, 1 if ids is None else ids.shape[1])
+    if ids is None:
+        return slot_groups(slot_of_token, num_slots, 1)
+    groups = slot_groups(slot_of_token, num_slots, ids.shape[1])
+    is_here = ((ids >= 0) & (ids < num_experts)).flatten()  # [N]
+    if is_here.all():
+        return groups
+    return tuple((slot, rows[is_here[rows]]) for slot, rows in groups)
 
 
 @triton.jit

@@ -185,8 +185,6 @@ def test_company_changes_nothing(form: str) -> None:
 @pytest.mark.parametrize("expert", [-1, E])
 def test_an_expert_of_elsewhere_takes_nobody_elses_rows(form: str, expert: int) -> None:
     """-1: expert parallelism. E: a shared expert's id, which the worklist leaves out."""
-    if expert == E and form == "torch":
-        pytest.skip("the reference reads ids alone, and the gate gives none past the last expert")
     tables, b = tables_of(), batch(5, True)
     b["slots"] = torch.ones(5, dtype=torch.int32)
     want = run(own, tables, 0, True, b)
@@ -196,6 +194,19 @@ def test_an_expert_of_elsewhere_takes_nobody_elses_rows(form: str, expert: int) 
     assert torch.equal(got[row], b["y"][row])
     others = torch.arange(5 * K) != row
     torch.testing.assert_close(got[others], want[others], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 200])
+def test_the_reference_leaves_out_the_same_experts_without_a_worklist(num_tokens: int) -> None:
+    tables, b = tables_of(), batch(num_tokens, True)
+    b["ids"][2] = torch.tensor([E, E + 1])
+    want = run(own, tables, 0, True, b)
+    got = b["y"].clone()
+    own.moe_lora_reference(
+        got, b["x"], tables, 0, b["ids"], b["slots"], None, True, b["weights"], num_experts=E
+    )
+    assert torch.equal(got[2 * K : 3 * K], b["y"][2 * K : 3 * K])
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 @both
