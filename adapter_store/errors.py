@@ -14,6 +14,17 @@ class AdapterUnavailable(AdapterError):
     which."""
 
 
+class DiskFull(AdapterUnavailable):
+    """There is no room for a copy of what the source holds.
+
+    num_bytes  that were asked for
+    """
+
+    def __init__(self, message: str, num_bytes: int) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
+
 class AdapterChanged(AdapterUnavailable):
     """The uri no longer holds the content that was asked for, and no older version can be read."""
 
@@ -21,13 +32,15 @@ class AdapterChanged(AdapterUnavailable):
 class AdapterInvalid(AdapterError):
     """The bytes are there and are not an adapter for this model.
 
-    reason  a class of error, one of REFUSALS; the message names the tensor or the field at fault.
+    reason   a class of error, one of REFUSALS
+    message  names the tensor or the field at fault
     """
 
     def __init__(self, reason: str, message: str) -> None:
         assert reason in REFUSALS, reason
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+        self.message = message
 
 
 class StoreFull(AdapterError):

@@ -1,4 +1,5 @@
-"""Opening a file of a stranger's folder: only what is a file, and lies there itself.
+"""Opening a file of a stranger's folder: only what is a file, and lies there itself. And the room
+for what is made of it.
 
 Not here: what is read from it (sources, formats).
 """
@@ -11,16 +12,25 @@ from pathlib import Path
 from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
 
 
-def open_regular(path: Path) -> int:
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give an open file exactly this size, with its space really there: what is written later
+    cannot stop half way. Errors: OSError."""
+    os.ftruncate(fd, num_bytes)
+    if num_bytes:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+
+def open_regular(path: Path, folder_fd: int | None = None) -> int:
     """Open a file for reading and return its descriptor; the caller closes it.
 
+    folder_fd  of the folder that a relative path starts from; None = the working folder
     Errors:  AdapterInvalid("file") for a link, folder, pipe, socket or device: a link could lead
              out of the adapter's folder. AdapterNotFound if there is none, AdapterUnavailable if it
              cannot be read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags)
+        fd = os.open(path, flags, dir_fd=folder_fd)
     except FileNotFoundError:
         raise AdapterNotFound(f"{path.name} is not in the adapter's folder") from None
     except OSError as error:

@@ -39,8 +39,7 @@ LAW = {
     "adapter_store.load_threads": "",
     "adapter_store.weights": "torch adapter_store.ref",
     "adapter_store.slot_table": "adapter_store.ref adapter_store.errors",
-    "adapter_store.sources": "adapter_store.ref adapter_store.errors adapter_store.sources",
-    "adapter_store.sources.local": (
+    "adapter_store.sources": (
         "adapter_store.ref adapter_store.errors adapter_store.sources adapter_store.regular_file"
     ),
     "adapter_store.sources.s3": (

@@ -40,23 +40,32 @@ from adapter_store.sources.source import (
     check_files,
     check_sizes,
     head_end,
+    take_room,
 )
 
 _CHUNK_BYTES = 1 << 18
 _MISSING = {"NoSuchKey", "NoSuchBucket", "404", "NotFound", "NoSuchVersion"}
+_NO_VERSION = ("", "null")
+"""What an object's version is called that was put while its bucket kept none."""
+
 _REVISION = "s3-"
 _session_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _Object:
-    """One object as HEAD or GET described it: what a later GET is bound to."""
+    """One object as HEAD or GET described it: what a later GET is bound to.
+
+    version  as the revision spells it;  asked  the version that a request must name, "" = none: an
+             object that is the current one and has no version of its own needs fewer rights so
+    """
 
     key: str
     size: int
     etag: str
     version: str
     checks: tuple[tuple[str, str], ...]
+    asked: str = ""
 
 
 class _Changed(Exception):
@@ -153,9 +162,12 @@ class S3Source:
             named, _, words = file.rpartition(":")
             name = named or FILES[number]
             size, etag, version = (unquote(value) for value in words.split("/"))
+            key = f"{prefix}{name}"
             with _errors(ref):
-                obj = self._head(bucket, f"{prefix}{name}", version)
-            if obj is None or (str(obj.size), obj.etag.strip('"')) != (size, etag):
+                obj = self._head(bucket, key, "" if version in _NO_VERSION else version)
+                if version in _NO_VERSION and not _is_of(obj, size, etag):
+                    obj = self._head_unversioned(bucket, key)
+            if obj is None or not _is_of(obj, size, etag):
                 raise _Changed
             found[name] = obj
         check_sizes(ref, {name: obj.size for name, obj in found.items()}, self._max_bytes)
@@ -171,10 +183,20 @@ class S3Source:
                 return None
             raise
 
+    def _head_unversioned(self, bucket: str, key: str) -> _Object | None:
+        """What the object was before its bucket began to keep versions, if it was kept; None also
+        where such a question is refused."""
+        try:
+            return self._head(bucket, key, "null")
+        except ClientError as e:
+            if 400 <= e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) < 500:
+                return None
+            raise
+
     def _head(self, bucket: str, key: str, version: str = "") -> _Object | None:
         """What the object is now, or was at a version; None if there is none."""
         client = self._client()
-        which = {"VersionId": version} if version not in ("", "null") else {}
+        which = {"VersionId": version} if version else {}
         try:
             answer = client.head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED", **which)
         except ClientError as e:
@@ -183,12 +205,14 @@ class S3Source:
             # A refused HEAD is a bare status; the same GET says in words what is wrong.
             client.get_object(Bucket=bucket, Key=key, Range="bytes=0-0", **which)["Body"].close()
             raise
+        found = str(answer.get("VersionId", ""))
         return _Object(
             key=key,
             size=int(answer["ContentLength"]),
             etag=str(answer["ETag"]),
-            version=str(answer.get("VersionId", "")),
+            version=found,
             checks=tuple(_checks(bucket, answer)),
+            asked=version or ("" if found in _NO_VERSION else found),
         )
 
     def _download_head(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
@@ -205,7 +229,7 @@ class S3Source:
         """One object into one file: parts side by side, then the checksum; twice if it fails."""
         for attempt in range(2):
             with open(path, "wb") as file:
-                file.truncate(obj.size)
+                take_room(file.fileno(), obj.size, f"s3://{bucket}/{obj.key}")
                 step = self._options.part_bytes
                 parts = [(i, min(i + step, obj.size)) for i in range(0, obj.size, step)]
 
@@ -264,7 +288,7 @@ class S3Source:
 
     def _get(self, bucket: str, obj: _Object, start: int, end: int) -> Any:
         """The body of a ranged GET bound to the object's ETag; `_Changed` if it has another."""
-        kwargs = {"VersionId": obj.version} if obj.version not in ("", "null") else {}
+        kwargs = {"VersionId": obj.asked} if obj.asked else {}
         try:
             answer = self._client().get_object(
                 Bucket=bucket,
@@ -315,10 +339,17 @@ def _split(ref: AdapterRef) -> tuple[str, str]:
 
 
 def _write(fd: int, data: bytes, pos: int) -> None:
+    left = memoryview(data)
     try:
-        os.pwrite(fd, data, pos)
+        while left:  # a write that meets the end of space gives what it wrote, and no error
+            done = os.pwrite(fd, left, pos)
+            left, pos = left[done:], pos + done
     except OSError as e:  # no space: another try would not help
         raise AdapterUnavailable(f"cannot keep what was read: {e.strerror}") from e
+
+
+def _is_of(obj: _Object | None, size: str, etag: str) -> bool:
+    return obj is not None and (str(obj.size), obj.etag.strip('"')) == (size, etag)
 
 
 def _code(e: ClientError) -> str:

@@ -3,13 +3,21 @@
 Not here: how bytes are read (local, s3) and what they mean (formats).
 """
 
+import errno
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from adapter_store.errors import AdapterInvalid, AdapterNotFound, StoreFull
+from adapter_store.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterUnavailable,
+    DiskFull,
+    StoreFull,
+)
 from adapter_store.ref import AdapterRef
+from adapter_store.regular_file import reserve
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -20,7 +28,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
-MAX_CONFIG_BYTES = 8 << 20  # as the formats read; a rank_pattern may name every expert's linears
+MAX_CONFIG_BYTES = 8 << 20  # a rank_pattern may name every expert's linears
 DEFAULT_MAX_BYTES = 64 << 30
 JUDGED_FROM_BYTES = 32 << 20
 """Weights larger than this are judged by their head before the rest of them is read."""
@@ -41,8 +49,8 @@ class Source(Protocol):
     """Where the bytes of adapters lie. Safe to use from several threads at once.
 
     Errors: AdapterNotFound if nothing is there; AdapterUnavailable if it cannot be read just now,
-    naming the cause; AdapterChanged (`fetch`); AdapterInvalid for a folder that can be seen to be
-    no adapter before its weights are read; StoreFull if too large.
+    naming the cause; AdapterChanged and DiskFull (`fetch`); AdapterInvalid for a folder that can be
+    seen to be no adapter before its weights are read; StoreFull if too large.
     """
 
     def revision(self, ref: AdapterRef) -> str:
@@ -111,6 +119,20 @@ def check_sizes(ref: AdapterRef, sizes: Mapping[str, int], max_bytes: int) -> No
     total = sum(sizes.values())
     if total > max_bytes:
         raise StoreFull(f"{ref.uri} has {total} bytes, more than the limit of {max_bytes}")
+
+
+def take_room(fd: int, num_bytes: int, what: str) -> None:
+    """Give the copy of a file its size before its bytes are asked for.
+
+    Errors: DiskFull, AdapterUnavailable.
+    """
+    try:
+        reserve(fd, num_bytes)
+    except OSError as e:
+        words = f"cannot keep {what}: {e.strerror}"
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(words, num_bytes) from e
+        raise AdapterUnavailable(words) from e
 
 
 def head_end(first: bytes, num_bytes: int) -> int:

@@ -15,13 +15,14 @@ from adapter_store.errors import (
     AdapterInvalid,
     AdapterNotFound,
     AdapterUnavailable,
+    DiskFull,
     StoreFull,
 )
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.registry import SOURCES, open_source
 from adapter_store.sources.s3 import S3Source, _failed_check, _Object
 from adapter_store.sources.source import S3Options
-from tests.adapter_store.tiny_adapters import write_peft_folder
+from tests.adapter_store.tiny_adapters import small_disk, write_peft_folder
 from tests.s3_server import (
     READER_KEY,
     READER_SECRET,
@@ -327,6 +328,59 @@ def test_s3_older_content_is_read_where_the_bucket_keeps_versions(
             with pytest.raises(AdapterChanged, match=f"{uri} no longer holds"):
                 source.fetch(ref, into, revisions[0])
             assert not (into / WEIGHTS).exists()
+
+
+def test_s3_content_from_before_versions_were_kept_is_read(s3: S3Server, tmp_path: Path) -> None:
+    client, bucket = s3.client(), "late-versions"
+    client.create_bucket(Bucket=bucket)
+    source, uri = S3Source(options(s3)), f"s3://{bucket}/a"
+    ref, revisions = ref_to(uri), []
+    for body in (b"1", b"2", b"3"):
+        client.put_object(Bucket=bucket, Key=f"a/{CONFIG}", Body=b"{}")
+        client.put_object(Bucket=bucket, Key=f"a/{WEIGHTS}", Body=body)
+        revisions.append(source.revision(ref))
+        if body == b"1":
+            enabled = {"Status": "Enabled"}
+            client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration=enabled)
+            revisions.append(source.revision(ref))  # its version is called "null" from now on
+    for number, revision in enumerate(revisions):
+        into = tmp_path / str(number)
+        into.mkdir()
+        source.fetch(ref, into, revision)
+        assert (into / WEIGHTS).read_bytes() == (b"1", b"1", b"2", b"3")[number]
+
+
+def test_s3_writes_that_stop_half_way_go_on(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do where space ends: the rest was never written, and no error was raised."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:50_001], at))
+    key = f"a/{WEIGHTS}"
+    etag = str(s3.client().head_object(Bucket="tenants", Key=key)["ETag"])
+    obj = _Object(key, len(BIG), etag, "", ())  # no checksum would tell
+    S3Source(options(s3))._download(ref_to("s3://tenants/a"), "tenants", obj, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == BIG
+
+
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_a_full_disk_is_told_before_the_weights_are_read(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    relay, into = Relay(s3.port), tmp_path / "into"
+    into.mkdir()
+    folder = write_peft_folder(tmp_path / "a", 1)
+    uri = str(folder) if scheme == "file" else "s3://tenants/a"
+    size = (folder / WEIGHTS).stat().st_size if scheme == "file" else len(BIG)
+    source = open_source(uri, options(s3, relay.endpoint_url))
+    small_disk(into, 1000, monkeypatch)
+    try:
+        with pytest.raises(DiskFull, match="No space left") as caught:
+            copy(source, uri, into)
+        assert caught.value.num_bytes == size
+        assert relay.count("GET", WEIGHTS) == 0
+    finally:
+        relay.close()
 
 
 def test_s3_size_is_bounded(s3: S3Server, tmp_path: Path) -> None:

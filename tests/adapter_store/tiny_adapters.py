@@ -1,10 +1,13 @@
 """Tiny targets and adapters for the tests of this folder: as weights, and as folders that PEFT
 could have written."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -97,3 +100,16 @@ def assert_slot_holds(arena: AdapterArena, slot: int, weights: AdapterWeights) -
 def open_tiny(path: Path, dtype: torch.dtype = torch.float32) -> PackedAdapter:
     """Open a packed file of these targets."""
     return PackedAdapter.open(path, TARGETS, dtype)
+
+
+def small_disk(folder: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on files below the folder have so much room together, when it is asked for."""
+    allocate = os.posix_fallocate
+
+    def fails(fd: int, offset: int, length: int) -> None:
+        sizes = (path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if sum(sizes) > num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
