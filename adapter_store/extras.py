@@ -60,17 +60,6 @@ def extras_from_json(said: Mapping[str, Any]) -> AdapterExtras:
     )
 
 
-@dataclass(frozen=True)
-class FoundExtras:
-    """What a folder was found to bring.
-
-    base  digest of the base model's tokens that it was held against, "" = it is good beside any
-    """
-
-    extras: AdapterExtras = NO_EXTRAS
-    base: str = ""
-
-
 def sampling_fields(said: Mapping[str, Any]) -> dict[str, float]:
     """What a generation_config.json says of sampling, as fields of a request.
 

@@ -5,17 +5,18 @@ in the folder, so a process may die at any time: names appear by atomic rename, 
 flocks, which die with their owner. Not here: what is in a file (packed) and how it gets there
 (loader). Every method blocks; call none from the engine's thread.
 
-Folder:  packed/DIGEST-FINGERPRINT.lora   modified when last used; readers hold a shared flock
-         alias/URI-REVISION               holds the digest that this uri had at this revision
-         lock/NAME                        flocked by the one who fills NAME
-         scratch/NAME                     of one living process, who flocks NAME.owner
+Folder:  packed/DIGEST-FINGERPRINT[-BASE].lora  modified when last used; readers hold a shared flock
+         alias/URI-REVISION  holds the digest that this uri had at this revision; modified when last
+                             used
+         lock/NAME           flocked by the one who fills NAME; make-room: by whoever puts a file
+                             into packed/ or takes one away
+         scratch/NAME        of one living process, who flocks NAME.owner
 """
 
-import fcntl
+import errno
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 import uuid
 import weakref
@@ -26,17 +27,21 @@ from pathlib import Path
 import torch
 
 from adapter_store.errors import AdapterUnavailable, StoreFull
-from adapter_store.packed import PackedAdapter, PackedFileError, reserve
+from adapter_store.file_locks import hold, private_folder, remove_unless_open, try_lock
+from adapter_store.packed import PackedAdapter, PackedFileError
 from adapter_store.packed_layout import fingerprint
+from adapter_store.ref import is_digest
+from adapter_store.regular_file import reserve
 from adapter_store.weights import LoraTarget
 
 _POLL_S = 0.02
 _ALIAS_LIFE_S = 7 * 24 * 3600
-_PRIVATE_PREFIX = "adapter-cache-"
+_ALIAS_SWEEP_S = 3600.0
 
 
 class HostCache:
-    """Packed adapters in a folder, at most `max_bytes` of them. What is being fetched comes on top.
+    """Packed adapters in a folder, at most `max_bytes` of them. What is being fetched comes on top;
+    where the disk has no room for it, packed adapters that nobody reads make way.
 
     folder  None: a private one in shared memory (among temporary files if that is too small),
             removed by `close` and at exit; one left by a killed process goes with the next
@@ -56,12 +61,13 @@ class HostCache:
         self._lock_timeout_s = lock_timeout_s
         self._room_timeout_s = room_timeout_s
         self._private = folder is None
-        self.folder = _private_folder(max_bytes) if folder is None else folder.absolute()
+        self.folder = private_folder(max_bytes) if folder is None else folder.absolute()
         for name in ("packed", "alias", "lock", "scratch"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        alive = _hold(self.folder / "lock" / "alive") if self._private else None
+        alive = hold(self.folder / "lock" / "alive") if self._private else None
         self._verified: dict[str, int] = {}  # inode of the file of that name when it was checked
         self._cancelled = False
+        self._swept_at = float("-inf")
         if alive is not None:
             self._finalizer = weakref.finalize(self, _end, alive, self.folder)
         self._remove_leftovers()
@@ -74,31 +80,48 @@ class HostCache:
             self._finalizer()
 
     def open(
-        self, digest: str, targets: Sequence[LoraTarget], dtype: torch.dtype
+        self, digest: str, targets: Sequence[LoraTarget], dtype: torch.dtype, base: str = ""
     ) -> PackedAdapter | None:
         """The packed adapter, marked as just used; None if it is not here.
 
+        base  names what it was held against besides the targets
         The checksum is read the first time that this process meets the file. A damaged file is
         removed, and is not here.
         """
-        name = f"{digest}-{fingerprint(targets, dtype)}.lora"
-        path = self.folder / "packed" / name
+        path = self._path(digest, targets, dtype, base)
+        with suppress(FileNotFoundError):
+            try:
+                return self._open(path, digest, targets, dtype)
+            except PackedFileError:
+                with self.lock("make-room"):  # where it is the only one who replaces it
+                    try:
+                        return self._open(path, digest, targets, dtype)
+                    except PackedFileError:
+                        path.unlink()
+        return None
+
+    def _open(
+        self, path: Path, digest: str, targets: Sequence[LoraTarget], dtype: torch.dtype
+    ) -> PackedAdapter:
+        packed = PackedAdapter.open(path, targets, dtype, verify=False)
         try:
-            packed = PackedAdapter.open(path, targets, dtype, verify=False)
-            inode = packed.inode()
             if packed.digest != digest:
-                raise PackedFileError(f"{name} holds {packed.digest}")
-            if self._verified.get(name) != inode:
+                raise PackedFileError(f"{path.name} holds {packed.digest}")
+            if self._verified.get(path.name) != packed.inode():
                 packed.check_data()
-        except FileNotFoundError:
-            return None
         except PackedFileError:
-            path.unlink(missing_ok=True)
-            return None
-        self._verified[name] = inode
+            packed.close()
+            raise
+        self._verified[path.name] = packed.inode()
         with suppress(FileNotFoundError):
             os.utime(path)
         return packed
+
+    def _path(
+        self, digest: str, targets: Sequence[LoraTarget], dtype: torch.dtype, base: str
+    ) -> Path:
+        parts = [digest, fingerprint(targets, dtype), base[:16]]
+        return self.folder / "packed" / f"{'-'.join(filter(None, parts))}.lora"
 
     def write(
         self,
@@ -107,14 +130,16 @@ class HostCache:
         dtype: torch.dtype,
         num_bytes: int,
         fill: Callable[[Path], object],
-    ) -> None:
-        """Make room, let `fill` write a file, and show it. Nothing stays if `fill` raises.
+        base: str = "",
+    ) -> PackedAdapter:
+        """Make room, let `fill` write a file, and show it: open already, so that nobody takes it
+        for unused. Nothing stays if `fill` raises.
 
-        num_bytes  of the file, as an upper bound
+        num_bytes  of the file, as an upper bound;  base  as `open` has it
         Errors:  StoreFull if it is larger than the budget;  AdapterUnavailable if all room is in
                  use or the disk is full.
         """
-        path = self.folder / "packed" / f"{digest}-{fingerprint(targets, dtype)}.lora"
+        path = self._path(digest, targets, dtype, base)
         part = self.folder / "scratch" / f"{path.name}.{uuid.uuid4().hex}"
         with self._owned(part):
             try:
@@ -122,9 +147,36 @@ class HostCache:
                 fill(part)
             except OSError as e:
                 raise AdapterUnavailable(f"cannot write {self.folder}: {e.strerror}") from e
-            inode = part.stat().st_ino
-            os.rename(part, path)
-            self._verified[path.name] = inode
+            packed = PackedAdapter.open(part, targets, dtype, verify=False)
+            try:
+                with self.lock("make-room"):
+                    os.rename(part, path)
+            except BaseException:
+                packed.close()
+                raise
+            self._verified[path.name] = packed.inode()
+            return packed
+
+    def free_disk(self, num_bytes: int) -> bool:
+        """The disk had no room for so many bytes beside the budget: remove packed adapters, the
+        longest unused first. Whether any was."""
+        with self.lock("make-room"):
+            return self._free_disk(num_bytes)
+
+    def _free_disk(self, num_bytes: int) -> bool:
+        short = num_bytes - shutil.disk_usage(self.folder).free
+        return self._remove_idle(max(1, short)) > 0
+
+    def _remove_idle(self, num_bytes: int) -> int:
+        """Remove so many bytes that nobody reads, the longest unused first; how many it were."""
+        removed = 0
+        for path, size in self._oldest_first():
+            if removed >= num_bytes:
+                break
+            if remove_unless_open(path):
+                removed += size
+                self._verified.pop(path.name, None)
+        return removed
 
     def _reserve(self, part: Path, num_bytes: int) -> None:
         """Take room for a file: remove the longest unused ones; wait while all are in use."""
@@ -134,21 +186,30 @@ class HostCache:
         while True:
             with self.lock("make-room"):
                 over = self.used_bytes() + num_bytes - self.max_bytes
-                for path, size in self._oldest_first() if over > 0 else ():
-                    if _remove_unless_open(path):
-                        over -= size
-                        self._verified.pop(path.name, None)
-                    if over <= 0:
-                        break
-                if over <= 0:
-                    with open(part, "wb") as file:
-                        reserve(file.fileno(), num_bytes)
+                if over > 0:
+                    over -= self._remove_idle(over)
+                if over <= 0 and self._allocate(part, num_bytes):
                     return
             if self._cancelled or time.monotonic() > deadline:
-                raise AdapterUnavailable(
-                    f"the host tier of {self.max_bytes} bytes is busy: {over} bytes too few"
-                )
+                words = f"the host tier of {self.max_bytes} bytes is busy: {over} bytes too few"
+                if over <= 0:
+                    words = f"cannot write {self.folder}: {os.strerror(errno.ENOSPC)}"
+                raise AdapterUnavailable(words)
             time.sleep(_POLL_S)
+
+    def _allocate(self, part: Path, num_bytes: int) -> bool:
+        """Take the space itself, packed adapters making way if need be; False if there is none."""
+        while True:
+            try:
+                with open(part, "wb") as file:
+                    reserve(file.fileno(), num_bytes)
+                return True
+            except OSError as e:
+                part.unlink(missing_ok=True)
+                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            if not self._free_disk(num_bytes):
+                return False
 
     def used_bytes(self) -> int:
         """Bytes of all packed files, those being written included."""
@@ -173,12 +234,14 @@ class HostCache:
     def has_seen(self, uri: str, digest: str) -> bool:
         """Whether this very uri ever held this digest: no other uri gives a right to it."""
         aliases = (self.folder / "alias").glob(f"{_alias(uri, '').partition('-')[0]}-*")
-        return any(_read_digest(path) == digest for path in aliases)
+        return any(_read_digest(path, digest) for path in aliases)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """A folder for a while; the next to ask for one removes it if this process dies."""
         self._remove_leftovers()
+        if time.monotonic() - self._swept_at > _ALIAS_SWEEP_S:
+            self._remove_old_aliases()
         path = self.folder / "scratch" / uuid.uuid4().hex
         with self._owned(path):
             path.mkdir()
@@ -189,7 +252,7 @@ class HostCache:
         """One holder over all threads and processes. AdapterUnavailable if it takes too long."""
         path = self.folder / "lock" / name
         deadline = time.monotonic() + self._lock_timeout_s
-        while (file := _try_lock(path)) is None:
+        while (file := try_lock(path)) is None:
             if self._cancelled or time.monotonic() > deadline:
                 raise AdapterUnavailable(f"another process has held {path} for too long")
             time.sleep(_POLL_S)
@@ -204,7 +267,7 @@ class HostCache:
     def _owned(self, path: Path) -> Iterator[None]:
         """Keep `path` from being taken for a leftover, and remove what is left there at the end."""
         owner = path.with_name(f"{path.name}.owner")
-        fd = _hold(owner)
+        fd = hold(owner)
         try:
             yield
         finally:
@@ -225,13 +288,15 @@ class HostCache:
             for name in {name.removesuffix(".owner") for name in names}:
                 path = self.folder / "scratch" / name
                 owner = path.with_name(f"{name}.owner")
-                fd = _try_lock(owner)
+                fd = try_lock(owner)
                 if fd is not None:  # held until both are gone: nobody else can begin to own it
                     _remove(path)
                     owner.unlink(missing_ok=True)
                     os.close(fd)
 
     def _remove_old_aliases(self) -> None:
+        """Remove those that were not used for long."""
+        self._swept_at = time.monotonic()
         old = time.time() - _ALIAS_LIFE_S
         for path in (self.folder / "alias").iterdir():
             with suppress(FileNotFoundError):
@@ -255,13 +320,16 @@ def _alias(uri: str, revision: str) -> str:
     return f"{left}-{right}"
 
 
-def _read_digest(path: Path) -> str | None:
+def _read_digest(path: Path, wanted: str | None = None) -> str | None:
+    """What an alias says, which is thereby used; None if that is not what is wanted, or nothing."""
     try:
         digest = path.read_text()
+        if not is_digest(digest) or wanted not in (None, digest):
+            return None
+        os.utime(path)
     except (FileNotFoundError, UnicodeDecodeError):
         return None
-    good = len(digest) == 64 and not set(digest) - set("0123456789abcdef")
-    return digest if good else None
+    return digest
 
 
 def _stamped(paths: list[Path]) -> list[tuple[int, Path, int]]:
@@ -279,73 +347,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _try_lock(path: Path) -> int | None:
-    """File descriptor that holds the exclusive lock on this name, or None."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(path).st_ino == os.fstat(fd).st_ino:
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(fd)
-    return None
-
-
-def _hold(path: Path) -> int:
-    """Lock a name that is this process's alone."""
-    for _ in range(1000):  # who looks whether it is held holds it for a moment
-        fd = _try_lock(path)
-        if fd is not None:
-            return fd
-        time.sleep(0.001)
-    raise AdapterUnavailable(f"{path} is held by somebody else")
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a living process holds the lock. A file that is not there is held by nobody."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _remove_unless_open(path: Path) -> bool:
-    """Unlink a packed file that no process reads; False if one does."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _private_folder(max_bytes: int) -> Path:
-    """A new folder in shared memory; among temporary files where that is small (containers)."""
-    shm, parent = Path("/dev/shm"), Path(tempfile.gettempdir())
-    if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= max_bytes:
-        parent = shm
-    for path in parent.glob(f"{_PRIVATE_PREFIX}*"):
-        mine = path.stat().st_uid == os.getuid() if path.is_dir() else False
-        young = mine and time.time() - path.stat().st_mtime < 60
-        if mine and not young and not _is_held(path / "lock" / "alive"):
-            shutil.rmtree(path, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=parent))
 
 
 def _end(alive: int, folder: Path) -> None:

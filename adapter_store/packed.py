@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.extras import FoundExtras, extras_from_json
+from adapter_store.extras import NO_EXTRAS, AdapterExtras, extras_from_json
 from adapter_store.packed_layout import (
     ALIGN_BYTES,
     FORMAT_VERSION,
@@ -36,13 +36,13 @@ from adapter_store.packed_layout import (
     layout_of,
     plan_layout,
 )
+from adapter_store.regular_file import reserve
 from adapter_store.weights import AdapterWeights, LoraTarget, is_finite
 
 LOADER_VERSION = 1
 """Raised when a format's reader changes what it makes of the same bytes: old packed files are then
 not used again."""
 
-NOTHING_FOUND = FoundExtras()
 _MAGIC = b"MLORAPK1"
 _MAX_HEADER_BYTES = 16 << 20
 _CRC_CHUNK_BYTES = 4 << 20
@@ -68,11 +68,11 @@ def write_packed(
     targets: Sequence[LoraTarget],
     dtype: torch.dtype,
     digest: str = "",
-    found: FoundExtras = NOTHING_FOUND,
+    extras: AdapterExtras = NO_EXTRAS,
 ) -> int:
     """Write one adapter as one file; returns its size in bytes. Not atomic: the caller renames.
 
-    digest  of the content it was made of;  found  what else that brings: both kept in the header
+    digest  of the content it was made of;  extras  what else that brings: both kept in the header
     Errors:  AdapterInvalid ("shape", "unbound_tensor") if weights and targets do not fit each
              other, ("not_finite") if a value is not finite or does not survive the cast;  OSError
              if the disk is full.
@@ -81,7 +81,7 @@ def write_packed(
     factors = [
         (targets[t.index], t, weights.factors[targets[t.index].name]) for t in layout.targets
     ]
-    start = _data_start(len(_header_bytes(digest, targets, dtype, layout, 0, found)))
+    start = _data_start(len(_header_bytes(digest, targets, dtype, layout, 0, extras)))
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
         # The space is taken now: a full tmpfs is an error here and not a signal in the middle.
         reserve(file.fileno(), start + layout.num_bytes)
@@ -96,7 +96,7 @@ def write_packed(
                     )
                 crc = _write_padded(file, rows, crc)
         file.seek(0)
-        file.write(_header_bytes(digest, targets, dtype, layout, crc, found))
+        file.write(_header_bytes(digest, targets, dtype, layout, crc, extras))
     return start + layout.num_bytes
 
 
@@ -105,27 +105,20 @@ def packed_bytes(
     targets: Sequence[LoraTarget],
     dtype: torch.dtype,
     digest: str = "",
-    found: FoundExtras = NOTHING_FOUND,
+    extras: AdapterExtras = NO_EXTRAS,
 ) -> int:
     """Size of the file that `write_packed` would make."""
     layout = layout_of(weights, targets, dtype)
-    header = _header_bytes(digest, targets, dtype, layout, 0, found)
+    header = _header_bytes(digest, targets, dtype, layout, 0, extras)
     return _data_start(len(header)) + layout.num_bytes
-
-
-def reserve(fd: int, num_bytes: int) -> None:
-    """Give an open file exactly this size, with its space really there."""
-    os.ftruncate(fd, num_bytes)
-    if num_bytes:
-        os.posix_fallocate(fd, 0, num_bytes)
 
 
 class PackedAdapter:
     """A packed file, open and mapped; its shared flock keeps it from being evicted.
 
-    found what else the adapter brings
-    data  [num_bytes] uint8, a private map of the file: never write to it. Good until the last view
-          of it is gone.
+    extras  what else the adapter brings
+    data    [num_bytes] uint8, a private map of the file: never write to it. Good until the last
+            view of it is gone.
     """
 
     def __init__(
@@ -135,11 +128,11 @@ class PackedAdapter:
         layout: PackedLayout,
         data: Tensor,
         crc: int,
-        found: FoundExtras,
+        extras: AdapterExtras,
     ) -> None:
         self._file = file
         self._crc = crc
-        self.found = found
+        self.extras = extras
         self.digest = digest
         self.layout = layout
         self.data = data
@@ -161,9 +154,9 @@ class PackedAdapter:
         file = open(path, "rb")  # noqa: SIM115  (lives as long as the adapter)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            digest, layout, start, crc, found = _read_header(file, targets, dtype)
+            digest, layout, start, crc, extras = _read_header(file, targets, dtype)
             data = _map_data(file, start, layout.num_bytes)
-            packed = cls(file, digest, layout, data, crc, found)
+            packed = cls(file, digest, layout, data, crc, extras)
             if verify:
                 packed.check_data()
             return packed
@@ -229,7 +222,7 @@ def _header_bytes(
     dtype: torch.dtype,
     layout: PackedLayout,
     crc: int,
-    found: FoundExtras,
+    extras: AdapterExtras,
 ) -> bytes:
     header = {
         "version": FORMAT_VERSION,
@@ -239,8 +232,7 @@ def _header_bytes(
         "data_bytes": layout.num_bytes,
         "crc32": f"{crc:08x}",
         "targets": [vars(t) for t in layout.targets],
-        "extras": asdict(found.extras),
-        "extras_base": found.base,
+        "extras": asdict(extras),
     }
     text = json.dumps(header).encode()
     return _MAGIC + len(text).to_bytes(8, "little") + text
@@ -248,7 +240,7 @@ def _header_bytes(
 
 def _read_header(
     file: BinaryIO, targets: Sequence[LoraTarget], dtype: torch.dtype
-) -> tuple[str, PackedLayout, int, int, FoundExtras]:
+) -> tuple[str, PackedLayout, int, int, AdapterExtras]:
     """(digest, layout, start of the data, checksum, extras); PackedFileError if a word is wrong."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(16)
@@ -261,13 +253,13 @@ def _read_header(
             raise PackedFileError("made for another model, dtype or version")
         layout = _read_layout(header, targets, dtype)
         digest, crc = str(header["digest"]), int(header["crc32"], 16)
-        found = FoundExtras(extras_from_json(header["extras"]), str(header["extras_base"]))
+        extras = extras_from_json(header["extras"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PackedFileError(f"damaged header: {type(e).__name__} {e}") from e
     start = _data_start(16 + length)
     if size != start + layout.num_bytes or header["data_bytes"] != layout.num_bytes:
         raise PackedFileError(f"{size} bytes instead of {start + layout.num_bytes}")
-    return digest, layout, start, crc, found
+    return digest, layout, start, crc, extras
 
 
 def _read_layout(

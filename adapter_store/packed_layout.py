@@ -15,7 +15,7 @@ from adapter_store.weights import AdapterWeights, LoraFactors, LoraTarget
 
 ALIGN_BYTES = 256
 RANK_MULTIPLE = 8
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 

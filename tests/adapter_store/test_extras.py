@@ -2,6 +2,7 @@
 part of the content that a digest names. Not here: templates that run (tests/model_runner)."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,21 @@ def test_one_content_under_two_bases_of_the_same_sizes(tmp_path: Path, base: Bas
     with pytest.raises(AdapterInvalid, match="id 0 is 'a' here, .* has 'b'"):
         make_loader(tmp_path, "other").load(ref)
     assert make_loader(tmp_path).load(ref).fetched_bytes == 0
+
+
+def test_two_bases_of_the_same_sizes_keep_their_own(tmp_path: Path, base: BaseTokens) -> None:
+    """A base and its instruct form on one node: neither fetches for ever what the other has."""
+    shutil.copytree(tmp_path / "base", tmp_path / "instruct")
+    write(tmp_path / "instruct", chat_template="theirs")
+    folder = write_peft_folder(tmp_path / "a", 1)
+    write(folder, tokenizer=tokenizer(merges=[]), chat_template="theirs")
+    loaders = [make_loader(tmp_path, name) for name in ("base", "instruct")]
+    ref = AdapterRef("t/a", str(folder))
+    assert all(loader.load(ref).fetched_bytes for loader in loaders)
+    for _ in range(2):
+        found = [loader.load(ref) for loader in loaders]
+        assert [one.fetched_bytes for one in found] == [0, 0]
+        assert [one.extras.chat_template for one in found] == ["theirs", ""]
 
 
 @pytest.mark.parametrize("status", [404, 403])

@@ -139,7 +139,7 @@ class Bench:
         self._idle, self._seconds = status_bytes("VmRSS"), 0.0
         # The cache looks at its own folder; a packed file is mapped from there.
         own = (folder, self._cache.folder, self._root / "base")
-        eyes.allowed = (*(str(path) + os.sep for path in own), *_PLACES)
+        eyes.folder, eyes.allowed = folder, (*(str(path) + os.sep for path in own), *_PLACES)
         if case.draft.meanwhile is not None:
             eyes.trigger = (str(folder / WEIGHTS), lambda: case.draft.meanwhile(folder))
         try:
@@ -196,7 +196,7 @@ class Bench:
         assert packed is not None
         with packed:
             packed.check_data()
-            assert packed.found.extras == found.extras
+            assert packed.extras == found.extras
         self._extras = found.extras
 
     def _through_formats(self, folder: Path, options: dict[str, Any]) -> None:
