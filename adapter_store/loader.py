@@ -21,8 +21,9 @@ from adapter_store.errors import (
     AdapterInvalid,
     AdapterNotFound,
     AdapterUnavailable,
+    DiskFull,
 )
-from adapter_store.extras import NO_EXTRAS, AdapterExtras, FoundExtras
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.formats.extras_files import BaseTokens, brings_extras
 from adapter_store.formats.extras_process import read_extras_apart
 from adapter_store.formats.registry import check_adapter
@@ -64,6 +65,15 @@ class HostAdapter:
     extras: AdapterExtras = NO_EXTRAS
 
 
+@dataclass(frozen=True)
+class AbsentAdapter:
+    """An adapter that the host tier has not: the revision to fetch, and its digest if that is
+    known."""
+
+    revision: str
+    digest: str = ""
+
+
 class AdapterLoader:
     """Fetches and converts adapters, each content once over all threads and processes that share
     the cache.
@@ -97,9 +107,9 @@ class AdapterLoader:
         self._refused: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, ref: AdapterRef) -> HostAdapter | str:
-        """The adapter if the host tier has it; else the revision to fetch: what the source holds
-        now, or held when its content had the digest that the ref names.
+    def find(self, ref: AdapterRef) -> HostAdapter | AbsentAdapter:
+        """The adapter if the host tier has it; else what to fetch: what the source holds now, or
+        held when its content had the digest that the ref names.
 
         A digest that this uri is known to have held is taken from the cache without asking the
         source.
@@ -112,7 +122,9 @@ class AdapterLoader:
             digest = self._lookup(ref.uri, revision)
             check_revision(ref, revision, digest or "")
             packed = self.open(digest) if digest is not None else None
-            return revision if packed is None else self._describe(ref, packed, revision)
+            if packed is None:
+                return AbsentAdapter(revision, digest or "")
+            return self._describe(ref, packed, revision)
 
     def look(self, uri: str) -> str:
         """The revision that a uri holds now; asks the source. Errors as for `find`."""
@@ -132,6 +144,8 @@ class AdapterLoader:
             for _ in range(3):
                 with self._lock:
                     refused = self._refused.get((ref.uri, revision))
+                    if refused is not None:
+                        self._refused.move_to_end((ref.uri, revision))
                 if refused is not None:  # the same bytes would be refused again
                     raise AdapterInvalid(*refused)
                 # One fetch at a time over all processes; the others find it done.
@@ -153,20 +167,16 @@ class AdapterLoader:
     def load(self, ref: AdapterRef) -> HostAdapter:
         """Have the adapter in the host tier: `find`, else `fetch`. For a thread that may wait."""
         found = self.find(ref)
-        if isinstance(found, str):
-            found = self.fetch(ref, found)
+        if isinstance(found, AbsentAdapter):
+            found = self.fetch(ref, found.revision)
             check_revision(ref, found.revision, found.digest)
         return found
 
     def open(self, digest: str) -> PackedAdapter | None:
         """The packed adapter, if the host tier has it, made for this base model."""
-        packed = self._cache.open(digest, self._targets, self._dtype)
-        if packed is not None and packed.found.base not in ("", self._base.digest):
-            packed.close()  # for a base of the same sizes and with other tokens
-            return None
-        return packed
+        return self._cache.open(digest, self._targets, self._dtype, self._base.digest)
 
-    def _find_digest(self, ref: AdapterRef) -> HostAdapter | str:
+    def _find_digest(self, ref: AdapterRef) -> HostAdapter | AbsentAdapter:
         """`find` for a ref that names a digest: what the uri holds now does not matter."""
         uri, digest = ref.uri, ref.revision
         revision = self._contents.revision_of(uri, digest)
@@ -175,19 +185,19 @@ class AdapterLoader:
             if packed is not None:
                 return self._describe(ref, packed, revision or digest)
         if revision is not None:
-            return revision
+            return AbsentAdapter(revision, digest)
         now: str | None = None
         with suppress(AdapterNotFound):
             now = self._source(ref).revision(ref)
         known = None if now is None else self._lookup(uri, now)
         if now is not None and known == digest:
-            return now
+            return AbsentAdapter(now, digest)
         revision = self._contents.revision_of(uri, digest, _TELL_WAIT_S)
-        if revision is None and known is None:
-            revision = now  # unknown bytes: only reading them tells
-        if revision is None:
+        if revision is not None:
+            return AbsentAdapter(revision, digest)
+        if now is None or known is not None:
             raise AdapterChanged(f"{uri} no longer holds the content with digest {digest}")
-        return revision
+        return AbsentAdapter(now)  # unknown bytes: only reading them tells
 
     def _lookup(self, uri: str, revision: str) -> str | None:
         """The digest that the uri has at this revision, if anybody has seen it."""
@@ -196,7 +206,7 @@ class AdapterLoader:
             self._contents.saw(uri, digest, revision)
         return digest
 
-    def _fetch_once(self, ref: AdapterRef, revision: str) -> tuple[PackedAdapter | None, int]:
+    def _fetch_once(self, ref: AdapterRef, revision: str) -> tuple[PackedAdapter, int]:
         """Read, convert and keep; with the bytes that were read.
 
         Errors:  AdapterChanged if the uri does not hold this revision, or not the ref's digest.
@@ -205,7 +215,7 @@ class AdapterLoader:
         is_pinned = is_digest(ref.revision)
         with self._cache.scratch() as folder:
             try:
-                source.fetch(ref, folder, revision, self._judge)
+                self._copy(source, ref, folder, revision)
             except AdapterInvalid as e:
                 self._refuse(ref.uri, revision, e)
                 raise
@@ -228,6 +238,16 @@ class AdapterLoader:
         self._remember(ref.uri, revision, digest)
         return packed, num_bytes
 
+    def _copy(self, source: Source, ref: AdapterRef, folder: Path, revision: str) -> None:
+        """Fetch it. Where the disk is full, other adapters of the host tier that nobody reads make
+        way."""
+        while True:
+            try:
+                return source.fetch(ref, folder, revision, self._judge)
+            except DiskFull as e:
+                if not self._cache.free_disk(e.num_bytes):
+                    raise
+
     def _judge(self, folder: Path) -> None:
         """Refuse what its config and the head of its weights show to be of no use."""
         check_adapter(
@@ -238,8 +258,10 @@ class AdapterLoader:
         self._cache.remember(uri, revision, digest)
         self._contents.saw(uri, digest, revision)
 
-    def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter | None:
-        extras = self._read_extras(folder)
+    def _pack(self, folder: Path, digest: str, ref: AdapterRef) -> PackedAdapter:
+        extras = NO_EXTRAS
+        if brings_extras(folder):
+            extras = read_extras_apart(folder, self._base_folder)
         weights = self._load_adapter(
             folder, self._targets, max_rank=self._max_rank, max_bytes=self._cache.max_bytes
         )
@@ -255,18 +277,12 @@ class AdapterLoader:
         def fill(path: Path) -> None:
             write_packed(path, weights, self._targets, self._dtype, digest, extras)
 
-        self._cache.write(digest, self._targets, self._dtype, size, fill)
-        return self.open(digest)
-
-    def _read_extras(self, folder: Path) -> FoundExtras:
-        if not brings_extras(folder):
-            return FoundExtras()
-        return FoundExtras(read_extras_apart(folder, self._base_folder), self._base.digest)
+        base = self._base.digest
+        return self._cache.write(digest, self._targets, self._dtype, size, fill, base)
 
     def _refuse(self, uri: str, revision: str, error: AdapterInvalid) -> None:
-        message = str(error).removeprefix(f"{error.reason}: ")
         with self._lock:
-            self._refused[uri, revision] = error.reason, message
+            self._refused[uri, revision] = error.reason, error.message
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
 
@@ -278,8 +294,7 @@ class AdapterLoader:
             rank = packed.layout.max_rank
             if rank > padded_rank(self._max_rank):
                 raise AdapterInvalid("rank_limit", f"{ref} has rank {rank} > {self._max_rank}")
-            extras = packed.found.extras
-            return HostAdapter(packed.digest, revision, packed.layout, fetched_bytes, extras)
+            return HostAdapter(packed.digest, revision, packed.layout, fetched_bytes, packed.extras)
 
     def _source(self, ref: AdapterRef) -> Source:
         scheme = scheme_of(ref.uri)

@@ -4,6 +4,8 @@ A content that was served goes on being served to new requests while the source 
 what was put in its place is no adapter: a broken upload is its owner's to mend, and takes nobody
 down meanwhile. A uri that holds nothing any more is an error.
 
+A content that has a slot is used from there: it is fetched again only when it needs a slot again.
+
 One thread owns it (the engine's); its own threads only look and fetch, and report. Not here: slots
 and bytes of the device.
 """
@@ -19,7 +21,7 @@ from adapter_store.contents import KnownContents
 from adapter_store.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from adapter_store.load_threads import LoadThreads
-from adapter_store.loader import AdapterLoader, HostAdapter, check_revision
+from adapter_store.loader import AbsentAdapter, AdapterLoader, HostAdapter, check_revision
 from adapter_store.packed_layout import PackedLayout, check_share
 from adapter_store.ref import AdapterRef, is_digest
 
@@ -66,6 +68,7 @@ class Prefetcher:
     """Refs and their contents.
 
     report     hands a callable from a thread to the owner, who runs it
+    has_slot   whether a digest has a slot of the device, or is on its way there
     orphaned   told of a digest that no ref is bound to any more
     pool_bytes what the arena holds: `check_share` refuses what takes too much of it
     fresh_s, sticky_s  as `AdapterStore` documents them
@@ -78,6 +81,7 @@ class Prefetcher:
         loader: AdapterLoader,
         load_threads: int,
         report: Report,
+        has_slot: Callable[[str], bool],
         orphaned: Callable[[str], None],
         pool_bytes: int | None,
         fresh_s: float,
@@ -87,7 +91,7 @@ class Prefetcher:
         self._loader = loader
         self._known_contents = contents
         self._report = report
-        self._orphaned = orphaned
+        self._has_slot, self._orphaned = has_slot, orphaned
         self._pool_bytes = pool_bytes
         self._fresh_s, self._sticky_s = fresh_s, sticky_s
         self._entries: OrderedDict[AdapterRef, _Entry] = OrderedDict()
@@ -104,6 +108,7 @@ class Prefetcher:
     def add_waiter(self, ref: AdapterRef) -> None:
         """One more waits for this ref; start a load if it is needed."""
         entry = self._entry(ref)
+        self._entries.move_to_end(ref)
         entry.waiters += 1
         self._refresh(entry)
 
@@ -140,7 +145,7 @@ class Prefetcher:
         return entry.digest if entry else None
 
     def reload(self, ref: AdapterRef) -> None:
-        """Bring a content that left the host tier back into it."""
+        """Bring a content that left the host tier, and has no slot, back into it."""
         entry = self._entry(ref)
         if not entry.loading:
             self._look(entry)
@@ -196,12 +201,12 @@ class Prefetcher:
     def _entry(self, ref: AdapterRef) -> _Entry:
         entry = self._entries.get(ref)
         if entry is None:
+            self._drop_old_entries()
             entry = self._entries[ref] = _Entry(ref)
             content = self._contents.get(ref.revision)
             # A digest that the same uri had needs no look; another uri gives no right to it.
             if content is not None and any(known.uri == ref.uri for known in content.refs):
                 self._bind(entry, ref.revision)
-            self._drop_old_entries()
         return entry
 
     def _refresh(self, entry: _Entry) -> None:
@@ -212,7 +217,7 @@ class Prefetcher:
             return
         if entry.error is not None:
             old = now - entry.failed_at >= self._sticky_s
-        elif entry.digest is None or self._contents[entry.digest].layout is None:
+        elif entry.digest is None or not self._is_near(entry.digest):
             old = True
         else:
             old = (
@@ -235,11 +240,23 @@ class Prefetcher:
         except AdapterError as e:
             self._report(partial(self._take_error, [entry], e))
             return
-        if isinstance(found, str):
-            self._report(partial(self._fetch, entry, found))
+        if isinstance(found, AbsentAdapter):
+            self._report(partial(self._take_absent, entry, found))
         else:
             seconds = time.monotonic() - start
             self._report(partial(self._take_host, [entry], found, "host", seconds))
+
+    def _take_absent(self, entry: _Entry, found: AbsentAdapter) -> None:
+        """The host tier lacks it: fetch it, unless a slot has just that content."""
+        digest = found.digest
+        if entry.digest is not None and entry.revision == found.revision:
+            digest = entry.digest
+        content = self._contents.get(digest)
+        if content is None or not self._has_slot(digest):
+            self._fetch(entry, found.revision)
+            return
+        content.layout = None
+        self._settle(entry, found.revision, digest)
 
     def _fetch(self, entry: _Entry, revision: str) -> None:
         """Join the fetch of this (uri, revision), or start it."""
@@ -287,14 +304,22 @@ class Prefetcher:
                 self.failures += 1
                 self._fail_or_stay(entry, e)
                 continue
-            entry.loading = entry.fetching = False
-            entry.refused = ""
-            entry.revision = found.revision
-            if found.digest != entry.digest:
-                self._unbind(entry)
-                self._bind(entry, found.digest)
+            self._settle(entry, found.revision, found.digest)
             bound = self._contents[found.digest]
             bound.layout, bound.extras = found.layout, found.extras
+
+    def _settle(self, entry: _Entry, revision: str, digest: str) -> None:
+        """The end of a load that went well."""
+        entry.loading = entry.fetching = False
+        entry.refused = ""
+        entry.revision = revision
+        if digest != entry.digest:
+            self._unbind(entry)
+            self._bind(entry, digest)
+
+    def _is_near(self, digest: str) -> bool:
+        """Whether a content that refs are bound to can be had without its source."""
+        return self._contents[digest].layout is not None or self._has_slot(digest)
 
     def _check_size(self, ref: AdapterRef, layout: PackedLayout) -> None:
         if self._pool_bytes is not None:
@@ -303,7 +328,7 @@ class Prefetcher:
     def _fail_or_stay(self, entry: _Entry, error: AdapterError) -> None:
         """The end of a load that failed; see the head of the file for who is served on."""
         entry.loading = entry.fetching = False
-        is_known = entry.digest is not None and self._contents[entry.digest].layout is not None
+        is_known = entry.digest is not None and self._is_near(entry.digest)
         if not is_known or isinstance(error, AdapterNotFound):
             self._fail(entry, error)
         elif entry.refused != str(error):
@@ -328,16 +353,23 @@ class Prefetcher:
                 self._orphaned(digest)
 
     def _drop_old_entries(self) -> None:
-        """Refs that nobody waits for are forgotten, oldest first, so that memory stays bounded."""
-        if len(self._entries) <= _MAX_ENTRIES:
-            return
+        """Refs that nobody waits for are forgotten, the longest unused first, so that memory stays
+        bounded. Not the last ref of a content that has a slot: nobody would find it there."""
         for ref in [ref for ref, _ in zip(self._entries, range(16), strict=False)]:
+            if len(self._entries) < _MAX_ENTRIES:
+                return
             entry = self._entries[ref]
-            if entry.waiters or entry.loading:
+            if entry.waiters or entry.loading or self._is_last_of_slot(entry):
                 self._entries.move_to_end(ref)
             else:
                 self._unbind(entry)
                 del self._entries[ref]
+
+    def _is_last_of_slot(self, entry: _Entry) -> bool:
+        digest = entry.digest
+        if digest is None or len(self._contents[digest].refs) > 1:
+            return False
+        return self._has_slot(digest)
 
 
 def lane_of(uri: str) -> str:

@@ -112,6 +112,7 @@ class AdapterStore:
             self.loader,
             load_threads,
             self._report,
+            lambda digest: self._table.state_of(digest) != SlotState.EMPTY,
             self._table.retire,
             pool_bytes,
             fresh_s,

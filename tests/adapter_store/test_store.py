@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapter_store import prefetcher
 from adapter_store.arena import AdapterArena
 from adapter_store.errors import (
     AdapterChanged,
@@ -34,6 +35,7 @@ from tests.adapter_store.tiny_adapters import (
     TARGETS,
     assert_slot_holds,
     read_slot,
+    small_disk,
     write_peft_folder,
 )
 from tests.s3_server import Relay, S3Server, start_s3_server
@@ -434,6 +436,95 @@ def test_what_left_the_host_tier_is_fetched_again(bench: Bench) -> None:
     lease = drive(store, lambda: store.acquire(ref))
     assert_slot_holds(arena_of(store), lease.index, weights_of(ref))
     assert store.stats().loads["remote"] == 2
+
+
+def test_a_resident_adapter_needs_no_host_copy(bench: Bench) -> None:
+    """The host tier holds one of the two: the slots have both, and nothing is fetched again."""
+    store = bench.store(num_slots=2, cache_bytes=10_000)
+    a, b, c = (bench.ref(name, seed=i) for i, name in enumerate("abc"))
+    digests = {use(store, ref).digest for ref in (a, b)}
+    for _ in range(4):
+        for ref in (a, b):
+            assert use(store, ref).digest in digests
+            drive(store, lambda ref=ref: store.digest_of(ref))
+    assert len(store.cache.digests()) == 1
+    assert (store.stats().loads["remote"], store.stats().loads["device"]) == (2, 2)
+    # Others with a right to the content need none either.
+    other = AdapterRef("other", a.uri)
+    pinned = replace(b, revision=store.digest_of(b) or "")
+    assert {use(store, ref).digest for ref in (other, pinned)} == digests
+    assert store.stats().loads["remote"] == 2
+    write_peft_folder(Path(a.uri), 7)
+    assert use(store, a).digest not in digests
+    use(store, c)
+    lease = take(store, b)
+    assert_slot_holds(arena_of(store), lease.index, weights_of(b))
+    assert store.stats().loads["remote"] == 5
+
+
+def test_a_resident_adapter_is_served_though_its_source_is_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ref = bench.store(), bench.ref("a", seed=1)
+    use(store, ref)
+    for path in (bench.tmp_path / "cache" / "packed").iterdir():
+        path.unlink()
+    use(store, ref)
+    drive(store, lambda: store.digest_of(ref))
+
+    def away(ref: AdapterRef) -> None:
+        raise AdapterUnavailable("away")
+
+    monkeypatch.setattr(store.loader, "find", away)
+    for _ in range(2):
+        use(store, ref)
+        drive(store, lambda: store.stats().failures)
+    assert store.error_of(ref) is None and store.stats().loads["remote"] == 1
+
+
+def test_what_is_used_is_not_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others are asked for once."""
+    monkeypatch.setattr(prefetcher, "_MAX_ENTRIES", 8)
+    store, hot = bench.store(num_slots=2, fresh_s=60), bench.ref("hot", seed=0)
+    use(store, hot)
+    for number in range(1, 25):
+        use(store, bench.ref(f"r{number}", seed=number))
+        use(store, hot)
+    assert store.stats().loads["device"] == 25, "the others took each other's slot, not this one's"
+    assert len(store._prefetcher._entries) <= 9
+
+
+def test_what_is_in_a_slot_is_the_last_to_be_forgotten(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetcher, "_MAX_ENTRIES", 8)
+    store, hot = bench.store(fresh_s=60), bench.ref("hot", seed=0)
+    digest = use(store, hot).digest
+    for number in range(40):
+        ref = bench.ref(f"r{number}", seed=1)
+        store.prefetch(ref)
+        drive(store, lambda ref=ref: store.digest_of(ref))
+        store.forget(ref)
+    assert hot in store.stats().resident
+    for number in range(40):  # many names of one content are not kept for it
+        use(store, replace(hot, adapter_id=f"tenant-{number}"))
+    assert len(store._prefetcher._entries) <= 9
+    assert use(store, hot).digest == digest and store.stats().loads["device"] == 1
+
+
+def test_a_full_disk_makes_room_for_a_download(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.store(num_slots=1)
+    refs = [bench.ref(f"r{i}", seed=i) for i in range(5)]
+    use(store, refs[0])
+    small_disk(store.cache.folder, 3 * store.cache.used_bytes(), monkeypatch)
+    for ref in refs[1:]:
+        use(store, ref)
+    assert store.stats().failures == 0 and 1 <= len(store.cache.digests()) <= 2
+    small_disk(store.cache.folder, 100, monkeypatch)
+    error = fails(store, bench.ref("late", seed=9))
+    assert isinstance(error, AdapterUnavailable) and "No space left" in str(error)
 
 
 # ---- content and revisions
