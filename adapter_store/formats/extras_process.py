@@ -69,8 +69,7 @@ def run_child() -> None:
     try:
         said = asdict(read_extras(folder, BaseTokens(base_folder)))
     except AdapterInvalid as error:
-        message = str(error).removeprefix(f"{error.reason}: ")
-        said = {"reason": error.reason, "message": message}
+        said = {"reason": error.reason, "message": error.message}
     except AdapterUnavailable as error:
         said = {"unavailable": str(error)}
     except MemoryError:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid, StoreFull
 from adapter_store.formats.bounded_files import shown
-from adapter_store.formats.peft_config import CONFIG_FILE, PeftConfig, read_config
+from adapter_store.formats.peft_config import PeftConfig, read_config
 from adapter_store.formats.peft_experts import (
     Layout,
     build_experts,
@@ -27,6 +27,7 @@ from adapter_store.formats.peft_experts import (
 from adapter_store.formats.peft_names import Pair, TargetIndex, bind_tensors, dotted_suffixes
 from adapter_store.formats.pickle_file import PickleFile
 from adapter_store.formats.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from adapter_store.sources.source import CONFIG_FILE, PICKLE_FILES, WEIGHTS_FILE
 from adapter_store.weights import (
     AdapterManifest,
     AdapterWeights,
@@ -37,8 +38,6 @@ from adapter_store.weights import (
     is_finite,
 )
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 
 MAX_WARNINGS = 32

@@ -13,9 +13,8 @@ from typing import Any
 from adapter_store.errors import AdapterInvalid, AdapterNotFound
 from adapter_store.formats.bounded_files import parse_json, read_small, shown
 from adapter_store.formats.patterns import PatternTable
+from adapter_store.sources.source import CONFIG_FILE, MAX_CONFIG_BYTES
 
-CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 8 << 20  # as the sources copy; a rank_pattern may name every expert's linears
 MAX_CONFIG_ITEMS = 400_000
 MAX_TARGET_PARAMETERS = 100_000
 
