@@ -14,12 +14,15 @@ class AdapterRef:
     revision    digest or ETag of the content ("" = whatever the uri holds now); a new revision is a
                 new ref
     base        the base model it was made for ("" = the only one)
+    root        the folder of its owner that the uri lies below: from there on no link is followed
+                ("" = the uri is the operator's own, and may lead anywhere)
     """
 
     adapter_id: str
     uri: str
     revision: str = ""
     base: str = ""
+    root: str = ""
 
     def __str__(self) -> str:
         return f"{self.adapter_id}@{self.revision[:12]}" if self.revision else self.adapter_id

@@ -125,10 +125,12 @@ def validate(
     base_name: str | None = None,
     base_folder: Path | None = None,
     s3: S3Options | None = None,
+    root: str = "",
 ) -> AdapterReport:
     """Fetch the adapter, read all of it as a store would, and say what comes of it.
 
     uri        a folder or s3://bucket/prefix;  s3  None = what the environment says
+    root       as an AdapterRef has it
     base_name  the served model's name: another one in the adapter's config is a warning
     base_folder  its files: the adapter's own tokenizer, if it has one, must be the one there
     Blocks. Whatever is wrong with the adapter or its source is a refusal in the report, and no
@@ -142,7 +144,7 @@ def validate(
         read.append((weights.manifest, layout_of(weights, to, limits.dtype).num_bytes))
         return weights
 
-    ref = AdapterRef(uri, uri)
+    ref = AdapterRef(uri, uri, root=root)
     refusals: list[Refusal] = []
     digest, extras = "", NO_EXTRAS
     cache = HostCache(None, limits.host_bytes)
@@ -215,7 +217,7 @@ def as_values(
 
 def _refusal(error: AdapterError) -> Refusal:
     if isinstance(error, AdapterInvalid):
-        return Refusal(error.reason, str(error).removeprefix(f"{error.reason}: "))
+        return Refusal(error.reason, error.message)
     reason = next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
     return Refusal(reason, str(error))
 

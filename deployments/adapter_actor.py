@@ -93,7 +93,9 @@ class AdapterStoreActor:
         )
         return found
 
-    async def validate(self, uri: str, served: ServedModel) -> dict[str, Any] | None:
+    async def validate(
+        self, uri: str, served: ServedModel, root: str = ""
+    ) -> dict[str, Any] | None:
         """Read an adapter as a store would, and say what comes of it; nothing of it stays.
 
         One at a time, in a thread: None while another one is read. A thread runs to its end, also
@@ -101,10 +103,10 @@ class AdapterStoreActor:
         """
         if self._judging is not None and not self._judging.done():
             return None
-        self._judging = self._judge_thread.submit(self._judge, uri, served)
+        self._judging = self._judge_thread.submit(self._judge, uri, served, root)
         return await asyncio.wrap_future(self._judging)
 
-    def _judge(self, uri: str, served: ServedModel) -> dict[str, Any]:
+    def _judge(self, uri: str, served: ServedModel, root: str) -> dict[str, Any]:
         from adapter_store.validation import ServingLimits, as_values, validate
 
         targets, dtype, max_rank, max_bytes, s3 = self._registered[served.name]
@@ -112,7 +114,9 @@ class AdapterStoreActor:
         folder = Path(served.path)
         shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = folder.resolve().name
-        report = validate(uri, targets, limits, base_name=name, base_folder=folder, s3=s3)
+        report = validate(
+            uri, targets, limits, base_name=name, base_folder=folder, s3=s3, root=root
+        )
         return as_values(report, limits, served.name, shape["architectures"][0])
 
     async def prefetch(self, model: str, refs: Sequence[AdapterRef]) -> dict[AdapterRef, str]:

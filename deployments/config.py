@@ -303,15 +303,20 @@ def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig
     def absolute(value: str) -> str:
         return value if not value or "://" in value else str((folder / value).resolve())
 
+    def as_written(value: str) -> str:
+        # Adapters were found to lie below these by their names: links in them stay links.
+        is_plain = value and "://" not in value
+        return os.path.abspath(folder.resolve() / value) if is_plain else value
+
     given = config.adapters
-    folders = {"root": absolute(given.root), "host_cache_dir": absolute(given.host_cache_dir)}
+    folders = {"root": as_written(given.root), "host_cache_dir": absolute(given.host_cache_dir)}
     adapters = given.model_copy(update=folders)
     models = tuple(
         model.model_copy(update={"path": absolute(model.path)}) for model in config.models
     )
     tenants = tuple(
         tenant.model_copy(
-            update={"allowed_uris": tuple(absolute(uri) for uri in tenant.allowed_uris)}
+            update={"allowed_uris": tuple(as_written(uri) for uri in tenant.allowed_uris)}
         )
         for tenant in config.tenants
     )

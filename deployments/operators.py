@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from deployments.api_errors import ApiError, model_not_found, overloaded, unauthorized
 from deployments.config import ServiceConfig
-from deployments.tenant_settings import DIGEST, inside, join_uri
+from deployments.tenant_settings import DIGEST, innermost, inside, join_uri
 from deployments.tenants import bearer_key, key_digest
 
 MAX_URI_CHARS = 2048
@@ -25,7 +25,7 @@ _log = logging.getLogger("ray.serve")
 class Judge(Protocol):
     """Who can judge adapters for one base model."""
 
-    async def validate(self, uri: str) -> dict[str, Any] | None:
+    async def validate(self, uri: str, root: str) -> dict[str, Any] | None:
         """The report of `python -m adapter_store validate --json`; None: it judges another one
         just now. Errors: any, if nobody can be reached."""
         ...
@@ -73,7 +73,8 @@ class Operators:
         if judge is None:
             raise model_not_found(model)
         uri = join_uri(self._root, uri)
-        if not any(_lies_in(uri, place) for place in self._places):
+        root = innermost([place for place in self._places if _lies_in(uri, place)])
+        if not root:
             words = "is not below adapters.root, nor below any tenant's allowed_uris"
             raise ApiError(400, f"uri: {uri:.200} {words}", param="uri", code="uri_not_allowed")
         if self._is_judging:
@@ -81,7 +82,7 @@ class Operators:
         self._is_judging = True
         try:
             async with asyncio.timeout(self._patience_s):
-                report = await judge.validate(uri)
+                report = await judge.validate(uri, root)
         except TimeoutError:
             raise overloaded("the adapter was not judged in time", 503) from None
         except Exception as exc:

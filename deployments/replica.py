@@ -144,11 +144,11 @@ class Replica:
         """End one sequence of a request, or all; an id that is not here is passed over."""
         self._loop.abort(request_id, index)
 
-    async def validate(self, uri: str) -> dict[str, Any] | None:
+    async def validate(self, uri: str, root: str) -> dict[str, Any] | None:
         """What would come of an adapter here, as `adapter_store.validation.as_values` tells it.
 
         The node's actor reads it: the engine's process has other work. None: that actor judges
-        another one just now. `uri` is read as it stands.
+        another one just now. `uri` is read as it stands, `root` is as an AdapterRef has it.
         """
         served = ServedModel(
             self._model,
@@ -158,7 +158,7 @@ class Replica:
         )
         try:
             actor = await self._node_actor()
-            report: dict[str, Any] | None = await actor.validate.remote(uri, served)
+            report: dict[str, Any] | None = await actor.validate.remote(uri, served, root)
         except Exception:
             self._actor = None
             raise

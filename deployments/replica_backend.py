@@ -120,10 +120,10 @@ class ReplicaBackend:
             if self._running.get(request.request_id) is progress:
                 del self._running[request.request_id]
 
-    async def validate(self, uri: str) -> dict[str, Any] | None:
+    async def validate(self, uri: str, root: str) -> dict[str, Any] | None:
         """What a replica's node makes of an adapter, see `Replica.validate`. Errors: those of a
         call."""
-        report: dict[str, Any] | None = await self._validated.remote(uri)
+        report: dict[str, Any] | None = await self._validated.remote(uri, root)
         return report
 
     async def abort(self, request_id: str, index: int) -> None:

@@ -96,6 +96,7 @@ class TenantSettings(BaseModel):
                     uri=join_uri(root, entry.uri),
                     revision=entry.revision,
                     base=base,
+                    root=self._root_of(join_uri(root, entry.uri), root),
                 )
                 for name, (_, base, entry) in zip(listed, entries, strict=True)
             },
@@ -104,6 +105,11 @@ class TenantSettings(BaseModel):
             base_model_access=base_model_access if access is None else access,
             acts_for=self.acts_for,
         )
+
+    def _root_of(self, uri: str, root: str) -> str:
+        """The innermost place that this tenant is allowed, of those that the uri lies in."""
+        places = self.allowed_uris or (root,)
+        return innermost([place for place in places if inside(uri, place)]) or places[0]
 
 
 def tenant_problems(
@@ -172,6 +178,11 @@ def inside(uri: str, prefix: str) -> bool:
         return False
     plain_uri, plain_prefix = (posixpath.normpath(value) for value in (uri, prefix))
     return plain_uri == plain_prefix or plain_uri.startswith(plain_prefix.rstrip("/") + "/")
+
+
+def innermost(places: Sequence[str]) -> str:
+    """Of places that one uri lies in; "" = there is none."""
+    return max(places, key=lambda place: len(posixpath.normpath(place)), default="")
 
 
 def digest_keys(value: Any) -> tuple[str, ...]:

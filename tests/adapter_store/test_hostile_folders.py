@@ -250,6 +250,87 @@ def test_a_link_out_of_a_cached_repository_is_refused(
     assert refusal.reason == "file" and "link" in str(refusal)
 
 
+def test_a_repository_whose_blobs_lie_elsewhere_is_refused(store: Store, tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, 3)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.rename(tmp_path / "somebody elses")
+    blobs.symlink_to(tmp_path / "somebody elses")
+    refusal = store.refusal(str(snapshot))
+    assert refusal.reason == "file" and "link" in str(refusal)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A tenant's folder, beside another tenant's with a good adapter in it."""
+    write_peft_folder(tmp_path / "adapters" / "b" / "secret", 1)
+    mine = tmp_path / "adapters" / "a"
+    write_peft_folder(mine / "own", 2)
+    return mine
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+@pytest.mark.parametrize(
+    ("link", "leads_to", "asked"),
+    [
+        ("support", "../b/secret", "support"),
+        ("support", "{root}/../b/secret", "support"),
+        ("sub", "../b", "sub/secret"),
+        ("support", "own", "support"),
+        ("loop", "loop", "loop"),
+    ],
+)
+def test_no_link_below_a_tenants_root_is_followed(
+    store: Store, root: Path, link: str, leads_to: str, asked: str, form: str
+) -> None:
+    (root / link).symlink_to(leads_to.format(root=root))
+    for place in (root, root.parent):
+        ref = AdapterRef("a", form.format(root / asked), root=form.format(place))
+        with pytest.raises(AdapterInvalid) as refusal:
+            store.loader.load(ref)
+        assert refusal.value.reason == "file"
+        assert f"{link} is a symbolic link" in refusal.value.message
+    assert store.loader.load(AdapterRef("a", str(root / "own"), root=str(root))).digest
+
+
+def test_an_operators_root_may_be_a_link(store: Store, root: Path, tmp_path: Path) -> None:
+    link, plain = tmp_path / "link", AdapterRef("plain", str(root / "own"))
+    link.symlink_to(root)
+    digest = store.loader.load(plain).digest
+    for ref in (
+        AdapterRef("below", f"{link}/own", root=str(link)),
+        AdapterRef("named by the operator himself", f"{link}/own"),
+    ):
+        assert store.loader.load(ref).digest == digest
+    itself = AdapterRef("itself", str(link), root=f"{link}/")
+    link.unlink()
+    link.symlink_to(root / "own")
+    assert store.loader.load(itself).digest == digest
+    snapshot = cached(tmp_path / "cache", 3)
+    link.unlink()
+    link.symlink_to(snapshot)
+    below = AdapterRef("below", str(snapshot), root=str(tmp_path / "cache" / "hub"))
+    assert store.loader.load(itself).digest == store.loader.load(below).digest != digest
+
+
+@pytest.mark.parametrize("uri", ["{root}/../b/secret", "file://{root}/%2e%2e/b/secret"])
+def test_dots_lead_out_of_no_root(store: Store, root: Path, uri: str) -> None:
+    place = f"file://{root}" if uri.startswith("file") else str(root)
+    with pytest.raises(AdapterInvalid, match="does not lie below"):
+        store.loader.load(AdapterRef("a", uri.format(root=root), root=place))
+
+
+def test_a_folder_that_becomes_a_link_meanwhile_is_not_followed(root: Path, tmp_path: Path) -> None:
+    source, into = local.LocalSource(), tmp_path / "into"
+    into.mkdir()
+    ref = AdapterRef("a", str(root / "own"), root=str(root))
+    revision = source.revision(ref)
+    (root / "own").rename(root / "kept")
+    (root / "own").symlink_to("kept")
+    with pytest.raises(AdapterInvalid, match="own is a symbolic link"):
+        source.fetch(ref, into, revision)
+    assert not list(into.iterdir())
+
+
 @pytest.mark.parametrize("put", [os.mkfifo, make_socket, lambda at: at.symlink_to("/dev/zero")])
 def test_what_is_put_in_a_files_place_is_not_waited_for(
     store: Store, tmp_path: Path, put: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
@@ -257,11 +338,11 @@ def test_what_is_put_in_a_files_place_is_not_waited_for(
     folder = write_peft_folder(tmp_path / "a", 1)
     open_file = local.open_regular
 
-    def late(path: Path) -> int:
+    def late(path: Path, folder_fd: int | None = None) -> int:
         if path.name == WEIGHTS:
-            path.unlink()
-            put(path)
-        return open_file(path)
+            (folder / path).unlink()
+            put(folder / path)
+        return open_file(path, folder_fd)
 
     monkeypatch.setattr(local, "open_regular", late)
     assert store.refusal(str(folder)).reason == "file"

@@ -163,6 +163,33 @@ def test_allowed_uris_open_what_the_root_does_not(tmp_path: Path) -> None:
     assert config.tenant_configs()[0].adapters["x"].uri == "s3://theirs/a/x"
 
 
+def test_an_adapter_says_from_where_on_it_is_its_tenants(tmp_path: Path) -> None:
+    """The innermost of the places that the operator allows: links before it are the operator's."""
+    for uri, allowed, root in (
+        ("a/one", [], "s3://bucket/adapters"),
+        ("/far/a/one", ["/far", "/far/a", "/far/a/one/more", "s3://x"], "/far/a"),
+        ("file:///far/a", ["file:///far/"], "file:///far/"),
+    ):
+        config = load(tmp_path, tenant(adapters={"x": uri}, allowed_uris=allowed))
+        assert config.tenant_configs()[0].adapters["x"].root == root
+
+
+def test_an_allowed_place_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    link = f"{tmp_path}/link"
+    for root, uri, allowed, place in (
+        (link, "a/x", [], link),
+        (link, "a/x", [f"{link}/a"], f"{link}/a"),
+        (link, f"{link}/a/x", [], link),
+        ("link", "a/x", ["link/a"], f"{link}/a"),
+    ):
+        changed = tenant(adapters={"x": uri}, allowed_uris=allowed)
+        config = load(tmp_path, {"adapters": {"root": root}, **changed})
+        ref = config.tenant_configs()[0].adapters["x"]
+        assert (ref.uri, ref.root) == (f"{link}/a/x", place)
+
+
 def test_one_name_for_several_bases(tmp_path: Path) -> None:
     changed = {
         "models": [{"name": "base", "path": "p"}, {"name": "org/second", "path": "q"}],

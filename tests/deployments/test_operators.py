@@ -32,14 +32,16 @@ class FakeJudge:
     report: dict[str, Any] | None = field(default_factory=lambda: {"served": True})
     failure: Exception | None = None
     asked: list[str] = field(default_factory=list)
+    roots: list[str] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def abort(self, request_id: str, index: int) -> None: ...
 
     def stream(self, *_: Any) -> Any: ...
 
-    async def validate(self, uri: str) -> dict[str, Any] | None:
+    async def validate(self, uri: str, root: str) -> dict[str, Any] | None:
         self.asked.append(uri)
+        self.roots.append(root)
         await self.go.wait()
         if self.failure is not None:
             raise self.failure
@@ -137,15 +139,15 @@ async def test_keys_in_the_file(demo_config: ServiceConfig) -> None:
 
 
 async def test_only_places_of_adapters_are_read(desk: Desk, tmp_path: Path) -> None:
-    for uri, read in (
-        ("pirate", f"{ROOT}/pirate"),
-        (f"{ROOT}/formal", f"{ROOT}/formal"),
-        ("nothing-there", f"{ROOT}/nothing-there"),
-        ("s3://bucket/of-pirate/new", "s3://bucket/of-pirate/new"),
-        ("file:///far/a", "file:///far/a"),
+    for uri, read, root in (
+        ("pirate", f"{ROOT}/pirate", ROOT),
+        (f"{ROOT}/formal", f"{ROOT}/formal", ROOT),
+        ("nothing-there", f"{ROOT}/nothing-there", ROOT),
+        ("s3://bucket/of-pirate/new", "s3://bucket/of-pirate/new", "s3://bucket/of-pirate"),
+        ("file:///far/a", "file:///far/a", "file:///far"),
     ):
         assert (await desk.ask(uri)).status_code == 200
-        assert desk.judge.asked.pop() == read
+        assert (desk.judge.asked.pop(), desk.judge.roots.pop()) == (read, root)
     words = set()
     for uri in (
         "/etc",

@@ -82,12 +82,12 @@ class FakeActors:
         async def take_loads(model: str) -> tuple[dict[str, dict[str, float]], int]:
             return {"loads": {"remote": 1}, "load_seconds": {"remote": 0.5}}, 0
 
-        async def validate(uri: str, served: ServedModel) -> dict[str, Any]:
+        async def validate(uri: str, served: ServedModel, root: str) -> dict[str, Any]:
             failure, self.failure = self.failure, None
             if failure is not None:
                 raise failure
             self.judged.append((number, served))
-            return {"uri": uri, "served": True}
+            return {"uri": uri, "root": root, "served": True}
 
         return SimpleNamespace(
             prefetch=remote(prefetch), take_loads=remote(take_loads), validate=remote(validate)
@@ -287,14 +287,14 @@ async def test_what_the_actor_loaded_is_counted(replica: Replica, router: FakeRo
 async def test_an_adapter_is_judged_in_the_actor_for_this_engine(
     replica: Replica, actors: FakeActors
 ) -> None:
-    assert await replica.validate("/a") == {"uri": "/a", "served": True}
+    assert await replica.validate("/a", "/") == {"uri": "/a", "root": "/", "served": True}
     ((number, served),) = actors.judged
     assert (number, served.name) == (1, "demo") and Path(served.path).name == "base"
     assert served.pool_bytes == (await replica.stats()).arena_bytes > 0
     actors.failure = FAILURES[0]
     with pytest.raises(type(FAILURES[0])):
-        await replica.validate("/a")
-    assert (await replica.validate("/a") or {})["served"] and actors.judged[-1][0] == 2
+        await replica.validate("/a", "/")
+    assert (await replica.validate("/a", "/") or {})["served"] and actors.judged[-1][0] == 2
 
 
 async def test_only_news_are_fetched(

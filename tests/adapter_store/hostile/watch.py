@@ -30,11 +30,13 @@ class Eyes:
     """What this process opens, as Python tells its audit hooks.
 
     allowed  where it may, None = nobody looks;  strange  what it opened elsewhere
+    folder   the adapter's: its files are opened by their names in it
     trigger  (path, what is done when it is opened next)
     """
 
     def __init__(self) -> None:
         self.allowed: tuple[str, ...] | None = None
+        self.folder = Path()
         self.strange: list[str] = []
         self.trigger: tuple[str, Any] | None = None
         self._busy = False
@@ -45,11 +47,11 @@ class Eyes:
             return
         self._busy = True
         try:
-            path = Path(os.fsdecode(args[0])).absolute()
+            path = self.folder / os.fsdecode(args[0])
             # A last link that is not followed leads nowhere.
             follows = not (isinstance(args[2], int) and args[2] & os.O_NOFOLLOW)
             real = str(path.resolve() if follows else path.parent.resolve() / path.name)
-            if not real.startswith(self.allowed):
+            if not (real + os.sep).startswith(self.allowed):
                 self.strange.append(real)
             if self.trigger is not None and str(path).startswith(self.trigger[0]):
                 trigger, self.trigger = self.trigger[1], None
