@@ -151,6 +151,7 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
 def _number_of_replicas(model: ModelSettings) -> dict[str, Any]:
     if not model.scales:
         return {"num_replicas": model.num_replicas}
+    side_by_side = min(model.engine_config().max_num_seqs, model.max_ongoing_requests)
     with warnings.catch_warnings():
         # Deprecated for variables that Ray's own processes read when they start, with 10 s if they
         # are not there: a queue is full by then.
@@ -165,7 +166,7 @@ def _number_of_replicas(model: ModelSettings) -> dict[str, Any]:
             downscale_delay_s=model.scale_down_after_s,
             policy=AutoscalingPolicy(
                 policy_function="deployments.autoscaling:ReplicaCount",
-                policy_kwargs={"sequences": model.engine_config().max_num_seqs},
+                policy_kwargs={"sequences": side_by_side},
             ),
         )
     return {"autoscaling_config": scaling}
