@@ -199,7 +199,8 @@ class IngressSettings(_Section):
                            on its status is 200 and errors are events
     max_stalled_s          how long a body may lag behind min_body_bytes_per_s, and how long a
                            client may leave what it was sent unread
-    max_bodies_bytes       of all large bodies being read at once; one tenant may hold a quarter
+    max_bodies_bytes       of all large bodies at once, while they are read; those of adapters'
+                           chats until they are answered. One tenant may hold a quarter
     """
 
     num_replicas: Annotated[int, Field(ge=1)] = 1

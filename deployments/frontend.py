@@ -272,13 +272,11 @@ class Frontend:
             job.writer.collect(*await self.first(outputs))
             async for index, output in outputs:
                 job.writer.collect(index, output)
-        sampling = job.requests[0].sampling
-        if sampling.prompt_logprobs is None and sampling.logprobs is None:
-            answer = job.writer.whole()
-        else:
-            # Several entries for each token: seconds that other streams would wait, much memory.
+        if job.writer.is_long:
             write = partial(asyncio.to_thread, job.writer.whole)
             answer = await self._in_turn(job.requests[0].tenant_id, write)
+        else:
+            answer = job.writer.whole()
         meter.finish(200)
         return answer
 

@@ -99,6 +99,8 @@ class _GenerationRequest(_Wire):
             raise ApiError(
                 400, f"`{field:.80}` is not {words}", param=field[:80], code="unsupported_parameter"
             )
+        if wire.model_extra:
+            wire.model_extra.clear()  # of any size, and nobody looks at them again
         return wire
 
     def _unsupported(self) -> str | None:

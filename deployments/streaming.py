@@ -32,6 +32,9 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: readers of server-sent events pass it over, proxies see that the stream lives."""
 
+_LONG_CHARS = 1 << 18
+"""Of an answer: so many are written in 1 to 6 ms."""
+
 
 @dataclass
 class Tally:
@@ -115,6 +118,16 @@ class Writer:
     def collect(self, index: int, output: TextOutput) -> None:
         """Keep an output for `whole`."""
         self._choices.setdefault(index, _Choice()).add(output)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether `whole` keeps its thread for so long that others would notice."""
+        if self._logprobs or self._part.num_told is not None:
+            return True  # several entries for each token: seconds, much memory
+        num_chars = sum(map(len, self._part.texts)) * self._part.num_choices
+        for choice in self._choices.values():
+            num_chars += sum(map(len, choice.text))
+        return num_chars > _LONG_CHARS
 
     def whole(self) -> bytes:
         """The answer of a request that is not streamed, as JSON."""
