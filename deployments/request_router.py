@@ -16,6 +16,8 @@ import asyncio
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -25,6 +27,17 @@ from deployments.placement.view import Place
 
 _COMPARED = 8
 """Of many homes, as the base model has, the least loaded of so many is good enough."""
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A request in its adapter's line.
+
+    late_at  when it may spill;  news  its part in the line may be another now
+    """
+
+    late_at: float
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PlacementRequestRouter(RequestRouter):
@@ -39,9 +52,10 @@ class PlacementRequestRouter(RequestRouter):
         self._by_seat: dict[str, RunningReplica] = {}
         self._first_seats: dict[str, str] = {}  # what was worked out for these seats
         self._rotation = 0
-        # Of each adapter's waiting requests only the first asks its full homes again and again: a
-        # flood costs no more calls than one request, nor does it keep other adapters' out.
-        self._lines: dict[str, deque[asyncio.Event]] = {}
+        # Of each adapter's waiting requests only the first asks its full homes again and again, and
+        # only one asks the spill seat: a flood costs no more calls than two requests, nor does it
+        # keep other adapters' out.
+        self._lines: dict[str, deque[_Waiter]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's news: replicas that came, went, or have new routing stats."""
@@ -69,19 +83,21 @@ class PlacementRequestRouter(RequestRouter):
         place = pending_request.kwargs.get("place")
         pending_request.kwargs.pop("spilled", None)  # of a try that the replica rejected
         name = place.adapter_id if place is not None else ""
-        line, turn = self._lines.setdefault(name, deque()), asyncio.Event()
+        may_spill = place is not None and place.adapter_id and place.may_spill
+        late_at = pending_request.created_at + self._spill_after_s if may_spill else float("inf")
+        line, me = self._lines.setdefault(name, deque()), _Waiter(late_at)
         if is_retry:
-            line.appendleft(turn)
+            line.appendleft(me)
         else:
-            line.append(turn)
-        line[0].set()
+            line.append(me)
         try:
-            chosen = await self._choose_in_turn(pending_request, place, turn)
+            chosen = await self._choose_in_turn(pending_request, place, line, me)
         finally:
-            line.remove(turn)
-            if line:
-                line[0].set()
-            else:
+            line.remove(me)
+            for waiter in (line[0], _spiller(line)) if line else ():
+                if waiter is not None:
+                    waiter.news.set()
+            if not line:
                 self._lines.pop(name, None)
         if place is not None:
             # The caller, who is in this process, asks from now on whether it lives: one that stands
@@ -90,15 +106,21 @@ class PlacementRequestRouter(RequestRouter):
         return chosen
 
     async def _choose_in_turn(
-        self, pending_request: PendingRequest, place: Place | None, turn: asyncio.Event
+        self,
+        pending_request: PendingRequest,
+        place: Place | None,
+        line: "deque[_Waiter]",
+        me: "_Waiter",
     ) -> RunningReplica:
         attempt = 0
         while True:
             while not self._replicas:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
+            me.news.clear()
+            is_first, is_spiller = line[0] is me, _spiller(line) is me
             homes = self._homes(place)
-            if turn.is_set():
+            if is_first:
                 few = homes[:_COMPARED]
                 chosen = await self._select_from_candidate_replicas(few, attempt) if few else None
                 if chosen is None and len(few) < len(homes):
@@ -107,20 +129,20 @@ class PlacementRequestRouter(RequestRouter):
                     chosen = await self._select_if_it_answers(self._homes(place, ()), attempt)
                 if chosen is not None:
                     return chosen
-            early_s = pending_request.created_at + self._spill_after_s - time.time()
-            if early_s <= 0:
+            if is_spiller:
                 spill = self._spill(place, homes)
                 chosen = await self._select_from_candidate_replicas(spill, attempt)
                 if chosen is not None:
                     pending_request.kwargs["spilled"] = True
                     return chosen
-            if turn.is_set():
+            if is_first or is_spiller:
                 await self._backoff(attempt)
                 attempt += 1
             else:
+                early_s = me.late_at - time.time()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(early_s if early_s > 0 else self.max_backoff_s):
-                        await turn.wait()
+                    async with asyncio.timeout(early_s if 0 < early_s < float("inf") else None):
+                        await me.news.wait()
 
     async def _select_if_it_answers(
         self, replicas: list[RunningReplica], attempt: int
@@ -189,6 +211,15 @@ class PlacementRequestRouter(RequestRouter):
         stats = replica.routing_stats
         takes = place.adapter_id in stats.get("resident", ()) or stats.get("free_slots", 0) > 0
         return [replica] if takes else []
+
+
+def _spiller(line: "deque[_Waiter]") -> _Waiter | None:
+    """Who asks the spill seat: the first of those that are late. The one that asks the homes is the
+    last to do that as well, for one of them may keep it waiting."""
+    now = time.time()
+    late = islice((waiter for waiter in line if waiter.late_at <= now), 2)
+    first, second = next(late, None), next(late, None)
+    return second if first is line[0] and second is not None else first
 
 
 def _is_among(replica: RunningReplica, names: tuple[str, ...]) -> bool:

@@ -99,6 +99,46 @@ async def test_one_spill_seat_and_only_where_nothing_is_evicted() -> None:
     assert await waiting == first
 
 
+async def test_a_flood_asks_full_replicas_no_more_than_one_request_does() -> None:
+    first, second, _ = rendezvous_order("t/x", SEATS)
+
+    async def flood(number: int) -> tuple[int, int]:
+        replicas = {seat: FakeReplica(seat, max_ongoing_requests=1) for seat in SEATS}
+        for seat in (first, second):
+            replicas[seat].ongoing = 1
+        ingress = Ingress(replicas.values(), spill_after_s=0.01)
+        waiting = [
+            asyncio.create_task(ingress.send(Place((first,), "t/x"), 0.001)) for _ in range(number)
+        ]
+        await asyncio.sleep(0.3)
+        asked = replicas[first].num_asked, replicas[second].num_asked
+        assert not any(task.done() for task in waiting)
+        replicas[second].ongoing = 0
+        spilled = await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert {replica.seat for replica in spilled} == {second}
+        return asked
+
+    alone, many = await flood(1), await flood(50)
+    assert min(alone) > 5, "the test has lost its point"
+    assert many[0] < 3 * alone[0] and many[1] < 3 * alone[1], (alone, many)
+
+
+async def test_a_silent_home_holds_up_none_that_may_spill() -> None:
+    first, second, _ = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat) for seat in SEATS}
+    replicas[first].is_silent = True
+    ingress = Ingress(replicas.values(), spill_after_s=0.01)
+    place = Place((first,), "t/x")
+    waiting = [asyncio.create_task(ingress.send(place, 0.001)) for _ in range(50)]
+    stays = asyncio.create_task(ingress.send(replace(place, may_spill=False), 0.001))
+    done, _ = await asyncio.wait(waiting, timeout=2)
+    assert len(done) >= 49, "but for the one that waits for its answer just now"
+    assert {task.result().seat for task in done} == {second}
+    assert not stays.done()
+    for task in (stays, *waiting):
+        task.cancel()
+
+
 async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() -> None:
     replicas = {seat: FakeReplica(seat) for seat in SEATS}
     ingress = Ingress(replicas.values())
