@@ -66,12 +66,25 @@ class DeepSeek(Decoder):
         )
 
 
+# What transformers takes for a field that a file leaves out. Null is a value.
+_V2_DEFAULTS = {"n_shared_experts": 2, "q_lora_rank": 1536}
+_V3_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+
+
 class DeepSeekV2(DeepSeek):
     """DeepseekV2ForCausalLM."""
 
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
         """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        raw = _V2_DEFAULTS | raw
         require(raw, "topk_method", "greedy", "group_limited_greedy")
         require(raw, "norm_topk_prob", False)
         require(raw, "scoring_func", "softmax")
@@ -91,6 +104,7 @@ class DeepSeekV3(DeepSeek):
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
         """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        raw = _V3_DEFAULTS | raw
         require(raw, "topk_method", "noaux_tc")
         require(raw, "scoring_func", "sigmoid")
         rule = GateRule(
@@ -126,7 +140,7 @@ def _read_config(
             dim_v=int(raw["v_head_dim"]),
             interleaved=interleaved,
         )
-        experts = int(raw.get("n_routed_experts") or raw.get("num_local_experts") or 0)
+        experts = int(raw.get("n_routed_experts") or raw["num_local_experts"])
         common = read_common({**raw, "head_dim": rope}, folder)
         dense, layers = int(raw.get("first_k_dense_replace") or 0), common["num_layers"]
         inner = int(raw["moe_intermediate_size"])
