@@ -38,7 +38,7 @@ class LatentConfig:
 
     q_rank      width of the queries' own latent, 0 = queries come straight from the hidden state
     kv_rank     R, the cached latent;  dim_nope, dim_rope  Dn, Dr of a query or key;  dim_v  Dv
-    interleaved the rotated pairs are (2 i, 2 i + 1)
+    scale       of the scores;  interleaved  the rotated pairs are (2 i, 2 i + 1)
     """
 
     q_rank: int
@@ -46,6 +46,7 @@ class LatentConfig:
     dim_nope: int
     dim_rope: int
     dim_v: int
+    scale: float
     interleaved: bool
 
 
@@ -78,7 +79,6 @@ class ModelConfig:
     sinks              one extra logit a head in the softmax
     latent             latent attention; head_dim is then that of the rotated part
     rotation           layers that do not rotate, None = all do
-    softmax_scale      of attention, 0 = head_dim ** -0.5
     activation         as kernels.gated_act names it
     mxfp4              experts are stored as MXFP4 blocks and scales
     """
@@ -112,7 +112,6 @@ class ModelConfig:
     qk_norm_full: bool = False
     latent: LatentConfig | None = None
     rotation: MixedRotation | None = None
-    softmax_scale: float = 0.0
     sinks: bool = False
     tied_embeddings: bool = False
     mxfp4: bool = False

@@ -62,7 +62,7 @@ class DeepSeek(Decoder):
             rope=self._rope,
             interleaved=latent.interleaved,
             eps=_LATENT_EPS,
-            scale=c.softmax_scale,
+            scale=latent.scale,
         )
 
 
@@ -132,16 +132,17 @@ def _read_config(
     require(raw, "moe_layer_freq", 1)
     try:
         rope, nope = int(raw["qk_rope_head_dim"]), int(raw["qk_nope_head_dim"])
+        common = read_common({**raw, "head_dim": rope}, folder)
         latent = LatentConfig(
             q_rank=int(raw.get("q_lora_rank") or 0),
             kv_rank=int(raw["kv_lora_rank"]),
             dim_nope=nope,
             dim_rope=rope,
             dim_v=int(raw["v_head_dim"]),
+            scale=(nope + rope) ** -0.5 * yarn_mscale(common["rope"].fields) ** 2,
             interleaved=interleaved,
         )
         experts = int(raw.get("n_routed_experts") or raw["num_local_experts"])
-        common = read_common({**raw, "head_dim": rope}, folder)
         dense, layers = int(raw.get("first_k_dense_replace") or 0), common["num_layers"]
         inner = int(raw["moe_intermediate_size"])
         return ModelConfig(
@@ -154,7 +155,6 @@ def _read_config(
             gate_rule=rule,
             gate_correction=correction,
             latent=latent,
-            softmax_scale=(nope + rope) ** -0.5 * yarn_mscale(common["rope"].fields) ** 2,
         )
     except KeyError as error:
         raise ModelUnsupported(f"{folder}/config.json: {error} is missing") from None
