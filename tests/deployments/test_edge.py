@@ -1,4 +1,4 @@
-"""The guards around Serve's proxy on real sockets, in front of a small application. No Ray."""
+"""The guards around Serve's proxy on real sockets, in front of a small application. No cluster."""
 
 import asyncio
 import json
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import uvicorn
+from ray.serve._private.http_util import MessageQueue
+from ray.serve._private.proxy import HTTPProxy
 
 from deployments import connection, edge
 from deployments.connection import BoundedHttp
@@ -26,7 +28,7 @@ class App:
         self.body_bytes = 0
         self.streaming = 0
         self.sent_bytes = 0
-        self.waiting: list[Any] = []
+        self.waiting = MessageQueue()
         self.answer = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -52,28 +54,21 @@ class App:
         await send({"type": "http.response.body", "body": b"secret words of Serve"})
 
     async def work_long(self, receive: Any, send: Any) -> None:
-        """As Serve does: messages lie in a queue until somebody asks for them; the answer takes
-        its time."""
-
-        async def keep() -> None:
-            message = {"type": ""}
-            while message["type"] != "http.disconnect":
-                message = await receive()
-                self.waiting.append(message)
-
-        keeping = asyncio.create_task(keep())
-        done, _ = await asyncio.wait(
-            {keeping, asyncio.create_task(self.answer.wait())}, return_when="FIRST_COMPLETED"
-        )
-        keeping.cancel()
-        if keeping not in done:
+        """As Serve does, and with its own parts: messages lie in a queue until the ingress asks for
+        them; the answer takes its time."""
+        self.waiting = MessageQueue()
+        keeping = asyncio.create_task(HTTPProxy.proxy_asgi_receive(None, receive, self.waiting))
+        answered = asyncio.create_task(self.answer.wait())
+        await asyncio.wait({keeping, answered}, return_when="FIRST_COMPLETED")
+        if answered.done():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"long"})
+        keeping.cancel()
+        answered.cancel()
 
     def take(self) -> bytes:
         """What an ingress fetches: it comes to it pickled."""
-        messages = pickle.loads(pickle.dumps(self.waiting))
-        self.waiting.clear()
+        messages = pickle.loads(pickle.dumps(self.waiting.get_messages_nowait()))
         assert all(type(message) is dict for message in messages)
         return b"".join(message["body"] for message in messages)
 
@@ -266,8 +261,11 @@ async def test_large_uploads_share_a_budget(
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
     _, first = await server.open()
     first.write(head % (b"/long", 250_000) + b"a" * 250_000)
-    waiting = server.app.waiting
-    await until(lambda: sum(len(message["body"]) for message in waiting) == 250_000)
+
+    def waiting() -> int:
+        return sum(len(message["body"]) for message in server.app.waiting._message_queue)
+
+    await until(lambda: waiting() == 250_000)
     answer = await server.ask(head % (b"/", 100_000) + b"a" * 100_000)
     assert_error(answer, 503)
     assert parts(answer)[1]["retry-after"]
@@ -275,7 +273,7 @@ async def test_large_uploads_share_a_budget(
     assert parts(small)[0] == 200, "small ones find room"
     first.transport.abort()
     await until(lambda: len(server.connections) == 0)
-    waiting.clear()
+    server.app.waiting = MessageQueue()
     assert parts(await server.ask(head % (b"/", 100_000) + b"a" * 100_000))[0] == 200
 
 
