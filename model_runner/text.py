@@ -87,6 +87,7 @@ class TextEngine:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         remake: Remake | None = None,
+        is_chat: bool = False,
     ) -> AsyncGenerator[TextOutput, None]:
         """The request's outputs as text, cut at the first stop string (kept if include_stop).
 
@@ -97,12 +98,14 @@ class TextEngine:
 
         remake  makes the request anew for the extras that its adapter turns out to bring, which
                 is done before any output is given; None: that is an error output
+        is_chat the answer is a text of its own; else it goes on with the prompt's text (a word's
+                first token brings its space)
         Errors:  ValueError for an empty stop string, before anything is submitted; those of remake.
         """
         table = StopTable(stop) if stop else None
         for num_left in range(_MAX_REMADE if remake is not None else 0, -1, -1):
             extras, has_begun = None, False
-            async with aclosing(self._run(request, table, include_stop)) as outputs:
+            async with aclosing(self._run(request, table, include_stop, is_chat)) as outputs:
                 async for output in outputs:
                     if not has_begun and output.extras is not None and num_left:
                         extras = output.extras
@@ -145,7 +148,7 @@ class TextEngine:
             # What is known of the adapter may not be true any more: the engine will tell.
             self.chats.forget(request.adapter)
             made = replace(request, token_ids=UNMADE_IDS, extras_key=UNKNOWN_KEY)
-        async with aclosing(self.stream(made, stop, include_stop, make)) as outputs:
+        async with aclosing(self.stream(made, stop, include_stop, make, True)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -177,11 +180,13 @@ class TextEngine:
             self.chats.remember(adapter, extras)
 
     async def _run(
-        self, request: Request, table: StopTable | None, include_stop: bool
+        self, request: Request, table: StopTable | None, include_stop: bool, is_chat: bool
     ) -> AsyncGenerator[TextOutput, None]:
         """One run of a request, see `stream`."""
-        n = request.sampling.n
-        running = {i: _SequenceText(self.tokenizer, request, table, include_stop) for i in range(n)}
+        running = {
+            index: _SequenceText(self.tokenizer, request, index, table, include_stop, is_chat)
+            for index in request.indices
+        }
         outputs = self._stream(request)
         try:
             async for output in outputs:
@@ -209,7 +214,7 @@ class TextEngine:
         self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
     ) -> list[TextOutput]:
         """`stream` to its end: one output for each sequence, with all its text and tokens."""
-        pieces: dict[int, list[TextOutput]] = {i: [] for i in range(request.sampling.n)}
+        pieces: dict[int, list[TextOutput]] = {i: [] for i in request.indices}
         async for output in self.stream(request, stop, include_stop):
             pieces[output.index].append(output)
         return [
@@ -231,18 +236,28 @@ class TextEngine:
 
 
 class _SequenceText:
-    """The text of one sequence so far."""
+    """The text of one sequence so far. Of one that is resumed, the text that follows what was
+    certain with the ids that were delivered."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request: Request, table: StopTable | None, include_stop: bool
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        index: int,
+        table: StopTable | None,
+        include_stop: bool,
+        is_chat: bool,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, () if is_chat else request.token_ids)
         self._matcher = None if table is None else StopMatcher(table)
         self._include_stop = include_stop
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._min_tokens = request.sampling.min_tokens
         self._num_tokens = 0
         self._last: RequestOutput | None = None
+        for token_id in (request.resumed[index] or ()) if request.resumed else ():
+            self._num_tokens += 1
+            self._take(token_id)
 
     def read(self, output: RequestOutput) -> TextOutput:
         """The output as text. Token by token, so that it does not matter how many come at once."""
@@ -254,7 +269,7 @@ class _SequenceText:
             is_last = output.finish_reason is FinishReason.STOP and position == len(ids) - 1
             if is_last and token_id in self._stop_ids and not self._include_stop:
                 break
-            text.append(self._cut(self._detokenizer.push((token_id,))))
+            text.append(self._take(token_id))
             if self._matched:
                 return self._stopped(output, text, position + 1)
         if output.finish_reason is not None:
@@ -281,6 +296,9 @@ class _SequenceText:
     @property
     def _matched(self) -> str | None:
         return None if self._matcher is None else self._matcher.matched
+
+    def _take(self, token_id: int) -> str:
+        return self._cut(self._detokenizer.push((token_id,)))
 
     def _cut(self, piece: str) -> str:
         if self._matcher is None:
