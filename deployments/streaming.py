@@ -23,6 +23,7 @@ from deployments.openai_schema import (
     CompletionChoice,
     CompletionLogprobs,
     PromptDetails,
+    ReasonedMessage,
     Usage,
 )
 from model_runner.request import TokenLogprobs
@@ -69,6 +70,7 @@ class _Choice:
     """One choice of a whole answer as it grows."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -77,6 +79,7 @@ class _Choice:
 
     def add(self, output: TextOutput) -> None:
         self.text.append(output.text)
+        self.reasoning.append(output.reasoning)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
@@ -180,7 +183,7 @@ class ChatWriter(Writer):
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage(content="".join(choice.text)),
+                message=_message("".join(choice.text), "".join(choice.reasoning)),
                 logprobs=self._lines(index, choice.token_ids, choice.logprobs),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
@@ -204,6 +207,8 @@ class ChatWriter(Writer):
             delta = {"role": "assistant", "content": ""}
         if output.text:
             delta["content"] = output.text
+        if output.reasoning:
+            delta |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
         lines = self._lines(index, output.token_ids, output.logprobs)
         if not delta and not output.finish_reason and not (lines and lines.content):
             return b""
@@ -305,6 +310,12 @@ class CompletionWriter(Writer):
 
     def _echo(self, index: int) -> str:
         return self._part.texts[index // self._part.num_choices] if self._part.texts else ""
+
+
+def _message(content: str, reasoning: str) -> ChatMessage:
+    if not reasoning:
+        return ChatMessage(content=content)
+    return ReasonedMessage(content=content, reasoning_content=reasoning, reasoning=reasoning)
 
 
 def sse(value: dict[str, Any]) -> bytes:

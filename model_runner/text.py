@@ -8,9 +8,11 @@ torch.
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from model_runner.chat_prompts import ChatPrompts
+from model_runner.harmony import ChannelSplitter, Piece, find_marks
 from model_runner.request import (
     ErrorCode,
     FinishReason,
@@ -39,6 +41,7 @@ class TextOutput:
 
     text         what became certain: it lags behind token_ids while a character is incomplete or
                  a stop string possible
+    reasoning    the same of what a chat says beside its answer (harmony.py)
     stop_reason  the stop string that ended it, if one did
     num_output_tokens  so far; at a stop string, up to the token that completed it
     The other fields are those of `RequestOutput`.
@@ -47,6 +50,7 @@ class TextOutput:
     request_id: str
     index: int = 0
     text: str = ""
+    reasoning: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
@@ -78,6 +82,7 @@ class TextEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.chats = ChatPrompts(tokenizer, sandbox)
+        self._marks = find_marks(tokenizer)
         self._stream = stream
         self._abort = abort
 
@@ -98,8 +103,9 @@ class TextEngine:
 
         remake  makes the request anew for the extras that its adapter turns out to bring, which
                 is done before any output is given; None: that is an error output
-        is_chat the answer is a text of its own; else it goes on with the prompt's text (a word's
-                first token brings its space)
+        is_chat the answer is a text of its own, and its channels are told apart where the tokens
+                for them are known; else it goes on with the prompt's text (a word's first token
+                brings its space)
         Errors:  ValueError for an empty stop string, before anything is submitted; those of remake.
         """
         table = StopTable(stop) if stop else None
@@ -184,7 +190,9 @@ class TextEngine:
     ) -> AsyncGenerator[TextOutput, None]:
         """One run of a request, see `stream`."""
         running = {
-            index: _SequenceText(self.tokenizer, request, index, table, include_stop, is_chat)
+            index: _SequenceText(
+                self._reader(request, is_chat), request, index, table, include_stop
+            )
             for index in request.indices
         }
         outputs = self._stream(request)
@@ -210,6 +218,13 @@ class TextEngine:
         finally:
             await _close(outputs)
 
+    def _reader(self, request: Request, is_chat: bool) -> "_Reader":
+        """What one of its sequences is read with."""
+        if is_chat and self._marks is not None:
+            return ChannelSplitter(self.tokenizer, self._marks, request.token_ids)
+        before = () if is_chat else request.token_ids
+        return _PlainReader(IncrementalDetokenizer(self.tokenizer, before))
+
     async def complete(
         self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
     ) -> list[TextOutput]:
@@ -221,6 +236,7 @@ class TextEngine:
             replace(
                 parts[-1],
                 text="".join(part.text for part in parts),
+                reasoning="".join(part.reasoning for part in parts),
                 token_ids=tuple(i for part in parts for i in part.token_ids),
                 logprobs=tuple(entry for part in parts for entry in part.logprobs),
                 prompt_logprobs=tuple(e for part in parts for e in part.prompt_logprobs),
@@ -235,20 +251,40 @@ class TextEngine:
                 await waiting
 
 
+class _Reader(Protocol):
+    """Text of one sequence as its tokens come."""
+
+    def push(self, token_id: int) -> Piece: ...
+
+    def flush(self) -> Piece: ...
+
+
+class _PlainReader:
+    """All of it is content."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    def push(self, token_id: int) -> Piece:
+        return Piece(self._detokenizer.push((token_id,)))
+
+    def flush(self) -> Piece:
+        return Piece(self._detokenizer.flush())
+
+
 class _SequenceText:
     """The text of one sequence so far. Of one that is resumed, the text that follows what was
     certain with the ids that were delivered."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        reader: _Reader,
         request: Request,
         index: int,
         table: StopTable | None,
         include_stop: bool,
-        is_chat: bool,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, () if is_chat else request.token_ids)
+        self._reader = reader
         self._matcher = None if table is None else StopMatcher(table)
         self._include_stop = include_stop
         self._stop_ids = frozenset(request.sampling.stop_ids)
@@ -257,28 +293,28 @@ class _SequenceText:
         self._last: RequestOutput | None = None
         for token_id in (request.resumed[index] or ()) if request.resumed else ():
             self._num_tokens += 1
-            self._take(token_id)
+            self._cut(self._reader.push(token_id), [])
 
     def read(self, output: RequestOutput) -> TextOutput:
         """The output as text. Token by token, so that it does not matter how many come at once."""
         self._last = output
         ids = output.new_token_ids
-        text: list[str] = []
+        pieces: list[Piece] = []
         for position, token_id in enumerate(ids):
             self._num_tokens += 1
             is_last = output.finish_reason is FinishReason.STOP and position == len(ids) - 1
             if is_last and token_id in self._stop_ids and not self._include_stop:
                 break
-            text.append(self._take(token_id))
+            self._cut(self._reader.push(token_id), pieces)
             if self._matched:
-                return self._stopped(output, text, position + 1)
+                return self._stopped(output, pieces, position + 1)
         if output.finish_reason is not None:
-            text.append(self._cut(self._detokenizer.flush()))
+            self._cut(self._reader.flush(), pieces)
             if self._matched:
-                return self._stopped(output, text, len(ids))
+                return self._stopped(output, pieces, len(ids))
             if self._matcher is not None:
-                text.append(self._matcher.flush())
-        return _as_text(output, "".join(text))
+                pieces.append(Piece(self._matcher.flush()))
+        return _as_text(output, pieces)
 
     def broken(self, empty: RequestOutput) -> TextOutput:
         """The last output of a sequence whose stream ended without one."""
@@ -297,18 +333,17 @@ class _SequenceText:
     def _matched(self) -> str | None:
         return None if self._matcher is None else self._matcher.matched
 
-    def _take(self, token_id: int) -> str:
-        return self._cut(self._detokenizer.push((token_id,)))
+    def _cut(self, piece: Piece, pieces: list[Piece]) -> None:
+        """Add it to `pieces`, its content as far as no stop string begins there."""
+        if self._matcher is not None:
+            accept = self._num_tokens >= self._min_tokens
+            piece = piece._replace(content=self._matcher.push(piece.content, accept=accept))
+        pieces.append(piece)
 
-    def _cut(self, piece: str) -> str:
-        if self._matcher is None:
-            return piece
-        return self._matcher.push(piece, accept=self._num_tokens >= self._min_tokens)
-
-    def _stopped(self, output: RequestOutput, text: list[str], num_read: int) -> TextOutput:
+    def _stopped(self, output: RequestOutput, pieces: list[Piece], num_read: int) -> TextOutput:
         """Ends at the token that completed the stop string, as if the others had not come."""
         if self._include_stop:
-            text.append(self._matched or "")
+            pieces.append(Piece(self._matched or ""))
         cut = replace(
             output,
             new_token_ids=output.new_token_ids[:num_read],
@@ -318,14 +353,15 @@ class _SequenceText:
             error="",
             num_output_tokens=output.num_output_tokens - (len(output.new_token_ids) - num_read),
         )
-        return replace(_as_text(cut, "".join(text)), stop_reason=self._matched)
+        return replace(_as_text(cut, pieces), stop_reason=self._matched)
 
 
-def _as_text(output: RequestOutput, text: str) -> TextOutput:
+def _as_text(output: RequestOutput, pieces: Sequence[Piece]) -> TextOutput:
     return TextOutput(
         request_id=output.request_id,
         index=output.index,
-        text=text,
+        text="".join(piece.content for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
         token_ids=output.new_token_ids,
         logprobs=output.logprobs,
         finish_reason=output.finish_reason,

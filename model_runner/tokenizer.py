@@ -29,6 +29,7 @@ class Tokenizer:
     vocab_size         number of tokens, added ones too (a model may have more rows than that)
     eos_ids            ids that end an answer: of generation_config.json, config.json, the tokenizer
     has_chat_template  whether `encode_chat` can work
+    special_ids        tokens that are no text -> their ids
     special_tokens     names that templates know (`bos_token`) -> tokens
     Errors:  FileNotFoundError if `folder` is none; ValueError if it holds no fast tokenizer.
     """
@@ -53,7 +54,8 @@ class Tokenizer:
         named = self._front.special_tokens_map
         self.special_tokens = {role: t for role, t in named.items() if isinstance(t, str)}
         added = self._fast.get_added_tokens_decoder()
-        self._special: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        self._special: frozenset[int] = frozenset(self.special_ids.values())
         self.eos_ids: tuple[int, ...] = _eos_ids(path, self._front.eos_token_id)
         kinds = _decoder_kinds(self._fast.decoder)
         self._byte_level: bool = kinds == ["ByteLevel"]

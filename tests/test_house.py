@@ -61,8 +61,10 @@ LAW = {
     ),
     "model_runner.text": (
         "adapter_store.ref adapter_store.extras model_runner.request model_runner.tokenizer "
-        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings"
+        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings "
+        "model_runner.harmony"
     ),
+    "model_runner.harmony": "model_runner.tokenizer",
     "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",

@@ -13,10 +13,11 @@ import pytest
 import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders
 
 from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.model_runner.demo import ANSWERS, BASE_DIR, PADDING_IDS, QUESTIONS, chat
+from tests.model_runner.vocabularies import save, sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,34 +27,9 @@ def demo() -> Tokenizer:
     return Tokenizer(BASE_DIR)
 
 
-def save(fast: tokenizers.Tokenizer, folder: Path, **config: object) -> Tokenizer:
-    folder.mkdir(parents=True, exist_ok=True)
-    fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer(folder)
-
-
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2 and Mixtral have it: words with a leading mark, single bytes for all else."""
-    words = ["<s>", "</s>", "<unk>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += ["▁", "▁It", "▁is", "To", "kyo", "▁To", ".", "▁▁", "東", "~"]
-    scored = [(word, -float(word.startswith("<"))) for word in words]
-    fast = tokenizers.Tokenizer(
-        models.Unigram(scored, unk_id=words.index("<unk>"), byte_fallback=True)
-    )
-    fast.decoder = decoders.Sequence(
-        [
-            decoders.Replace("~", ""),  # a token without text
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    fast.add_special_tokens(["<s>", "</s>"])
-    return save(fast, tmp_path_factory.mktemp("fallback"), eos_token="</s>")
+    return sentencepiece(tmp_path_factory.mktemp("fallback"))
 
 
 @pytest.fixture(scope="module")
