@@ -39,8 +39,9 @@ from deployments.tenant_labels import first_tenants
 from deployments.tenants import TenantConfig, TenantDirectory, bearer_key
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
+from model_runner.sequence_text import TextOutput
 from model_runner.template_sandbox import TemplateSandbox
-from model_runner.text import TextEngine, TextOutput
+from model_runner.text import TextEngine
 from model_runner.tokenizer import Tokenizer
 
 Output = tuple[int, TextOutput]

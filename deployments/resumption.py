@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 from deployments.admission import Job
 from deployments.api_errors import ApiError
 from deployments.streaming import Writer
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 
 MAX_CHOICES = 16
 """A stream of more choices has no cursors: they would be larger than its chunks."""

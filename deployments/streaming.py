@@ -27,7 +27,7 @@ from deployments.openai_schema import (
     Usage,
 )
 from model_runner.request import TokenLogprobs
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 from model_runner.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

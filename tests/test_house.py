@@ -23,7 +23,7 @@ ROOMS = ("kernels", "adapter_store", "model_runner", "deployments")
 _SCHEDULING = "adapter_store.ref model_runner.request model_runner.config model_runner.stats"
 _FACE = (
     "adapter_store.ref model_runner.request model_runner.config model_runner.stats "
-    "model_runner.tokenizer model_runner.text model_runner.chat_prompts "
+    "model_runner.tokenizer model_runner.text model_runner.sequence_text model_runner.chat_prompts "
     "model_runner.template_sandbox adapter_store.extras deployments"
 )
 
@@ -62,7 +62,11 @@ LAW = {
     "model_runner.text": (
         "adapter_store.ref adapter_store.extras model_runner.request model_runner.tokenizer "
         "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings "
-        "model_runner.harmony"
+        "model_runner.harmony model_runner.sequence_text"
+    ),
+    "model_runner.sequence_text": (
+        "adapter_store.extras model_runner.request model_runner.tokenizer "
+        "model_runner.stop_strings model_runner.harmony"
     ),
     "model_runner.harmony": "model_runner.tokenizer",
     "model_runner.engine_face": "model_runner.request model_runner.stats",

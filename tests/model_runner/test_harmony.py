@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from model_runner.harmony import ChannelSplitter, Piece, find_marks
 from model_runner.request import FinishReason, Request, RequestOutput, SamplingParams
-from model_runner.text import TextEngine, TextOutput
+from model_runner.sequence_text import TextOutput
+from model_runner.text import TextEngine
 from model_runner.tokenizer import Tokenizer
 from tests.model_runner.demo import BASE_DIR, chat
 from tests.model_runner.vocabularies import HARMONY, harmony

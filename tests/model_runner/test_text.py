@@ -17,8 +17,9 @@ from model_runner.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from model_runner.sequence_text import TextOutput
 from model_runner.stop_strings import StopMatcher, StopTable
-from model_runner.text import TextEngine, TextOutput
+from model_runner.text import TextEngine
 from model_runner.tokenizer import Tokenizer
 from tests.model_runner.demo import BASE_DIR
 from tests.model_runner.vocabularies import sentencepiece
