@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from deployments.answer_logprobs import LogprobSpeller, TextSoFar
+from model_runner.request import TokenLogprobs
 from tests.deployments.conftest import Face
 from tests.model_runner.vocabularies import HARMONY
 
@@ -139,3 +141,20 @@ async def test_an_answer_may_be_sent_back(harmony_face: Face) -> None:
     assert first.token_ids == second.token_ids
     text = harmony_face.backend.tokenizer.decode(first.token_ids)
     assert said["content"] in text and said["reasoning"] not in text
+
+
+@pytest.mark.parametrize("border", [0, 1, 2])
+async def test_a_chat_s_tokens_add_up_to_its_text(words_face: Face, border: int) -> None:
+    """However its stream is cut: its first word alone has no space."""
+    tokenizer = words_face.backend.tokenizer
+    ids = tokenizer.encode("<s>\u2581It\u2581is\u2581It")
+    entries = [TokenLogprobs(-0.5, ((i, -0.5),)) for i in ids]
+    so_far, speller = TextSoFar(), LogprobSpeller(tokenizer)
+    parts = [
+        speller.chat(ids[part], entries[part], so_far)
+        for part in (slice(border), slice(border, None))
+    ]
+    lines = [line for part in parts for line in part.content]
+    assert [line.token for line in lines] == ["<s>", "It", " is", " It"]
+    assert [line.top_logprobs[0].token for line in lines] == ["<s>", "It", " is", " It"]
+    assert "".join(line.token for line in lines[1:]) == tokenizer.decode(ids)
