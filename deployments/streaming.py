@@ -130,7 +130,7 @@ class Writer:
             return True  # several entries for each token: seconds, much memory
         num_chars = sum(map(len, self._part.texts)) * self._part.num_choices
         for choice in self._choices.values():
-            num_chars += sum(map(len, choice.text))
+            num_chars += sum(map(len, choice.text)) + sum(map(len, choice.reasoning))
         return num_chars > _LONG_CHARS
 
     def whole(self) -> bytes:
