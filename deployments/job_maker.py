@@ -21,6 +21,7 @@ from deployments.config import ModelSettings, ServiceConfig
 from deployments.generation_defaults import with_defaults
 from deployments.openai_schema import ChatRequest, CompletionRequest
 from deployments.tenants import Target, TenantConfig, TenantDirectory
+from model_runner.context_length import count_positions
 from model_runner.text import TextEngine
 from model_runner.tokenizer import TemplateRefused
 
@@ -142,6 +143,7 @@ async def _parsed(wire: type[_Wire], body: bytes) -> _Wire:
 def _longest_prompt(model: ModelSettings) -> int | None:
     """The tokens that a model has positions for, as its files say; replicas may hold less."""
     shape = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    positions = (shape.get("text_config") or shape).get("max_position_embeddings")
+    shape = shape.get("text_config") or shape
+    positions = count_positions(shape) if "max_position_embeddings" in shape else 0
     limits = [n for n in (positions, model.engine_config().max_model_len) if n]
     return min(limits, default=None)
