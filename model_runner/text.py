@@ -66,7 +66,7 @@ class TextEngine:
     stream  submits a request and gives its outputs; closing it aborts the request
     abort   ends one of n sequences: (request_id, index). None: what it still gives is dropped
     sandbox where adapters' chat templates are rendered, None = one of its own
-    chats   makes the prompts of chats
+    chats   makes the prompts of chats, None = one of its own
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class TextEngine:
         stream: Callable[[Request], AsyncIterator[RequestOutput]],
         abort: Callable[[str, int], Awaitable[None] | None] | None = None,
         sandbox: TemplateSandbox | None = None,
+        chats: ChatPrompts | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.chats = ChatPrompts(tokenizer, sandbox)
+        self.chats = chats or ChatPrompts(tokenizer, sandbox)
         self._stream = stream
         self._abort = abort
 
