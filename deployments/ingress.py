@@ -347,6 +347,7 @@ class Ingress:
             return
         for task in self._tasks:
             task.cancel()
+        await self._link.close()
         await asyncio.to_thread(self._frontend.stop)
         if self._writer is not None:
             await self._writer.close()

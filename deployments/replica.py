@@ -26,12 +26,19 @@ from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
 from deployments.kept_answers import KeptAnswers
-from deployments.metrics import MetricDelta, MetricLog, Outbox, engine_delta, loads_delta
+from deployments.metrics import (
+    LAST_WORDS_S,
+    MetricDelta,
+    MetricLog,
+    Outbox,
+    engine_delta,
+    loads_delta,
+)
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
 from deployments.turns import take_turns
 from model_runner.engine_face import EngineFace
-from model_runner.request import Request, RequestOutput
+from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
 from model_runner.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -206,7 +213,7 @@ class Replica:
         for request_id in self._kept.orphans(dead):
             self._loop.abort(request_id)
 
-    async def _report(self) -> None:
+    async def _tell_router(self) -> SeatOrders:
         adapters, used = await asyncio.to_thread(_census, self._config.host_cache_dir)
         view = self._view()
         # Tenants are counted by ingresses: thousands of them do not make this report longer.
@@ -220,6 +227,10 @@ class Replica:
         delta = self._outbox.next(lambda: self._count(stats))
         orders: SeatOrders = await self._router.report.remote(replace(view, stats=stats), delta)
         self._outbox.arrived(delta)
+        return orders
+
+    async def _report(self) -> None:
+        orders = await self._tell_router()
         self._seat_lost = not orders.seated
         self._wanted.intersection_update(orders.homes)  # who comes back is fetched again
         news = [ref for ref in orders.homes if ref not in self._wanted]
@@ -298,10 +309,14 @@ class Replica:
             return
         for task in (*self._tasks, *self._fetch_tasks):
             task.cancel()
-        with suppress(Exception):  # whatever it is, the engine must be stopped
-            await asyncio.wait_for(
-                _done(self._router.release.remote(self._seat, self._replica_id)), 1
-            )
+        # Whatever becomes of its last words, the engine must be stopped.
+        with suppress(Exception):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._tell_router()  # perhaps a report that was under way
+                await self._tell_router()
+        with suppress(Exception):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._router.release.remote(self._seat, self._replica_id)
         await asyncio.to_thread(self._loop.stop)
         if self._folder is not None:
             self._folder.leave()
@@ -331,10 +346,6 @@ def _dead_among(callers: Collection[str]) -> set[str]:
         except RayError as exc:
             _log.warning("whether %s lives is not known: %s", name, exc)
     return dead
-
-
-async def _done(response: Any) -> None:
-    await response
 
 
 def _identity() -> tuple[str, str]:

@@ -248,6 +248,29 @@ async def test_a_report_that_was_lost_is_sent_again_as_it_was(
     assert (("moe_engine_delivered_tokens_total", ("demo",)), 3) in delta.counters
 
 
+async def test_what_was_counted_last_is_told_before_it_stops(
+    demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also after a report that was under way, and from a replica whose router is gone."""
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    monkeypatch.setattr(replica_side, "REPORT_PERIOD_S", 3600.0)
+    replica = await make_replica(demo_config, demo_config.models[0], router, tmp_path)
+    while not router.heard:
+        await asyncio.sleep(0.005)
+    under_way = replica._outbox.next(lambda: replica._count(replica._loop.stats()))
+    request = Request("r", (5, 6, 7), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [message async for message in replica.generate(request)]
+    await end(replica)
+    told, last = (delta for _, delta in router.heard[-2:])
+    assert told == under_way and last.number == told.number + 1
+    assert (("moe_engine_delivered_tokens_total", ("demo",)), 3) in last.counters
+    replica = await make_replica(demo_config, demo_config.models[0], router, tmp_path)
+    router.failure = ActorDiedError()
+    await end(replica)
+    assert not replica._loop.alive
+
+
 async def test_it_reports_on_after_a_failure_of_any_kind(
     demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
