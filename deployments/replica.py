@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 REPORT_PERIOD_S = 1.0
 _LOOK_PATIENCE_S = 10.0
+_FULL = "all places of this replica are taken"
 _log = logging.getLogger("ray.serve")
 
 
@@ -87,6 +88,8 @@ class Replica:
         self._log, self._counted = MetricLog(), EngineStats()
         self._seat_lost = False
         self._kept = KeptAnswers()
+        # Serve has CONTROL_PLACES more: what is said about requests gets in where these are taken.
+        self._places = asyncio.Semaphore(settings.max_ongoing_requests)
 
         face = EngineProcess if settings.engine_process else EngineLoop
         self._loop: EngineFace = face(self._engine_maker())
@@ -123,15 +126,23 @@ class Replica:
         self, request: Request, place: Place | None = None, spilled: bool = False
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Run a request; closing this aborts it, and so does the death of the caller that `place`
-        names, after a while.
+        names, after a while. OVERLOADED: all places are taken, and nothing was begun.
 
         spilled  it came here from a full home: nobody loses an adapter slot for it
         """
+        if self._places.locked():  # two ingresses saw the same last place
+            error, reason = ErrorCode.OVERLOADED, FinishReason.ERROR
+            yield [
+                RequestOutput(
+                    request.request_id, finish_reason=reason, error_code=error, error=_FULL
+                )
+            ]
+            return
         if spilled:
             request = replace(request, may_evict=False)
         caller = place.caller if place is not None else ""
         noted = self._kept.note(request, self._loop.messages(request, self._min_gap_s), caller)
-        async with aclosing(noted) as messages:
+        async with self._places, aclosing(noted) as messages:
             async for message in messages:
                 yield message
 

@@ -25,7 +25,7 @@ from deployments.metrics import MetricDelta
 from deployments.replica import Replica
 from deployments.router import SeatOrders
 from model_runner.engine_process import EngineProcess
-from model_runner.request import Request, SamplingParams
+from model_runner.request import ErrorCode, Request, SamplingParams
 from tests.guards import take_out
 
 A, B = AdapterRef("t/a", "/a"), AdapterRef("t/b", "/b")
@@ -185,6 +185,34 @@ async def test_an_engine_in_a_child_process_serves_and_its_death_is_noticed(
         os.kill(loop.pid, signal.SIGKILL)
         while not await is_ill(replica):
             await asyncio.sleep(0.01)
+    finally:
+        await end(replica)
+
+
+async def test_it_takes_so_many_requests_and_what_is_said_about_them(
+    demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    settings = demo_config.models[0].model_copy(update={"max_ongoing_requests": 2})
+    replica = await make_replica(demo_config, settings, router, tmp_path)
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    try:
+        requests = [Request(name, (5, 6, 7), endless) for name in "abc"]
+        streams = [replica.generate(request) for request in requests]
+        for stream in streams[:2]:
+            await anext(stream)
+        ((refusal,),) = [message async for message in streams[2]]
+        assert refusal.error_code is ErrorCode.OVERLOADED
+        assert await replica.recall("c") is None, "nothing was begun"
+        assert await replica.recall("a")
+        async for _ in streams[0]:
+            pass
+        stream = replica.generate(requests[2])
+        (first,) = await anext(stream)
+        assert first.error_code is None
+        for left in (stream, streams[1]):
+            await left.aclose()
     finally:
         await end(replica)
 
