@@ -117,12 +117,16 @@ class PlacementRequestRouter(RequestRouter):
         return chosen
 
     async def _choose_for_control(self, place: Place | None, is_retry: bool) -> RunningReplica:
-        """The least loaded home that answers: one that is full is the one to talk to."""
-        attempt = int(is_retry)  # even the places beside the requests' are taken
+        """The home, or the least loaded one that answers: one that is full is the one to talk
+        to."""
+        attempt = int(is_retry)  # it is dead, or even the places beside the requests' are taken
         while True:
             if attempt:
                 await self._backoff(attempt - 1)
-            found = await self._probe_queue_lens(self._homes(place)[:_COMPARED], attempt)
+            homes = self._homes(place)[:_COMPARED]
+            if len(homes) == 1:
+                return homes[0]
+            found = await self._probe_queue_lens(homes, attempt)
             answered = [(load, replica) for replica, load in found if load is not None]
             if answered:
                 return min(answered, key=lambda pair: pair[0])[1]
