@@ -35,13 +35,14 @@ from deployments.operators import Judge, Operators
 from deployments.placement.view import Place, Placement
 from deployments.resumption import Resumption
 from deployments.spill import stream_near_home
-from deployments.streaming import error_events, interleave
+from deployments.streaming import ChatWriter, error_events, interleave
 from deployments.tenant_labels import first_tenants
 from deployments.tenants import TenantConfig, TenantDirectory, bearer_key
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
+from model_runner.sequence_text import TextOutput
 from model_runner.template_sandbox import TemplateSandbox
-from model_runner.text import TextEngine, TextOutput
+from model_runner.text import TextEngine
 from model_runner.tokenizer import Tokenizer
 
 Output = tuple[int, TextOutput]
@@ -132,7 +133,7 @@ class Frontend:
         async def abort(request_id: str, index: int) -> None:
             await backend.abort(request_id + mark, index)
 
-        return TextEngine(text.tokenizer, stream, abort, chats=text.chats)
+        return text.around(stream, abort)
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
         """Who asks. A trusted header, where there is one, beats the key, even an empty one.
@@ -246,8 +247,9 @@ class Frontend:
             extras = await text.ask_extras(requests[0])
             if extras is not None and extras.key:
                 requests = tuple([await remake(i, extras) for i in range(len(requests))])
+        is_chat = isinstance(job.writer, ChatWriter)
         streams = [
-            text.stream(request, job.stop, remake=partial(remake, number))
+            text.stream(request, job.stop, remake=partial(remake, number), is_chat=is_chat)
             for number, request in enumerate(requests)
         ]
         async with aclosing(interleave(streams)) as outputs:

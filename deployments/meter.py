@@ -16,7 +16,7 @@ from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS
 from deployments.usage import MOVED, RUNNING, UsageLog, UsageRecord
 from model_runner.request import FinishReason, RequestOutput
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 
 _FAILURES = ("500", "503")
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # an answer may be its prompt alone

@@ -178,9 +178,16 @@ class ChatMessage(_Answer):
     refusal: None = None
 
 
+class ReasonedMessage(ChatMessage):
+    """Of a model that tells its reasoning apart: under both of the names that vLLM gave it."""
+
+    reasoning_content: str
+    reasoning: str
+
+
 class ChatChoice(_Answer):
     index: int
-    message: ChatMessage
+    message: ReasonedMessage | ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None

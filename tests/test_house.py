@@ -24,7 +24,8 @@ _SCHEDULING = "adapter_store.ref model_runner.request model_runner.config model_
 _FACE = (
     "adapter_store.ref model_runner.request model_runner.config model_runner.stats "
     "model_runner.context_length model_runner.tokenizer model_runner.text "
-    "model_runner.chat_prompts model_runner.template_sandbox adapter_store.extras deployments"
+    "model_runner.sequence_text model_runner.chat_prompts model_runner.template_sandbox "
+    "adapter_store.extras deployments"
 )
 
 # Who may import what, besides the standard library. The longest name that fits rules alone.
@@ -62,8 +63,14 @@ LAW = {
     ),
     "model_runner.text": (
         "adapter_store.ref adapter_store.extras model_runner.request model_runner.tokenizer "
-        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings"
+        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings "
+        "model_runner.harmony model_runner.sequence_text"
     ),
+    "model_runner.sequence_text": (
+        "adapter_store.extras model_runner.request model_runner.tokenizer "
+        "model_runner.stop_strings model_runner.harmony"
+    ),
+    "model_runner.harmony": "model_runner.tokenizer",
     "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",
