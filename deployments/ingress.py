@@ -329,7 +329,13 @@ class Ingress:
     ) -> None:
         patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
         backends = {
-            name: ReplicaBackend(handle, patience_s, me or "") for name, handle in replicas.items()
+            name: ReplicaBackend(
+                handle,
+                patience_s,
+                me or "",
+                DeploymentHandle(handle.deployment_name, handle.app_name),
+            )
+            for name, handle in replicas.items()
         }
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
@@ -349,6 +355,7 @@ class Ingress:
             return
         for task in self._tasks:
             task.cancel()
+        await self._link.close()
         await asyncio.to_thread(self._frontend.stop)
         if self._writer is not None:
             await self._writer.close()

@@ -28,6 +28,20 @@ from deployments.placement.view import Place
 _COMPARED = 8
 """Of many homes, as the base model has, the least loaded of so many is good enough."""
 
+_REQUEST = "generate"
+"""The method that takes a place until its answer has ended. All others are control calls."""
+
+
+class _Replica(RunningReplica):
+    """One whose load is compared with the places for requests alone."""
+
+    control_places = 0
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """How many requests it takes at once."""
+        return int(super().max_ongoing_requests) - self.control_places
+
 
 @dataclass(eq=False)
 class _Waiter:
@@ -44,11 +58,16 @@ class PlacementRequestRouter(RequestRouter):
     """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it
     became ready. A call that spills over is told so: `spilled=True`.
 
-    spill_after_s  how long a request waits for full homes before its spill seat may take it
+    spill_after_s   how long a request waits for full homes before its spill seat may take it
+    control_places  of each replica's `max_ongoing_requests`, those that no request takes: other
+                    calls go to the first home that answers, full or not
     """
 
-    def initialize_state(self, spill_after_s: float = 0.25, **_: Any) -> None:
+    def initialize_state(
+        self, spill_after_s: float = 0.25, control_places: int = 0, **_: Any
+    ) -> None:
         self._spill_after_s = spill_after_s
+        self._control_places = control_places
         self._by_seat: dict[str, RunningReplica] = {}
         self._first_seats: dict[str, str] = {}  # what was worked out for these seats
         self._rotation = 0
@@ -56,6 +75,12 @@ class PlacementRequestRouter(RequestRouter):
         # only one asks the spill seat: a flood costs no more calls than two requests, nor does it
         # keep other adapters' out.
         self._lines: dict[str, deque[_Waiter]] = {}
+
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        """Serve's hook for each replica that it tells of."""
+        replica = _Replica(replica_info)
+        replica.control_places = self._control_places
+        return replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's news: replicas that came, went, or have new routing stats."""
@@ -81,12 +106,14 @@ class PlacementRequestRouter(RequestRouter):
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         place = pending_request.kwargs.get("place")
+        if pending_request.metadata.call_method != _REQUEST:
+            return await self._choose_for_control(place, is_retry)
         pending_request.kwargs.pop("spilled", None)  # of a try that the replica rejected
         name = place.adapter_id if place is not None else ""
         may_spill = place is not None and place.adapter_id and place.may_spill
         late_at = pending_request.created_at + self._spill_after_s if may_spill else float("inf")
         line, me = self._lines.setdefault(name, deque()), _Waiter(late_at)
-        if is_retry:
+        if is_retry or (place is not None and place.taken_by):  # it has had its turn before
             line.appendleft(me)
         else:
             line.append(me)
@@ -104,6 +131,22 @@ class PlacementRequestRouter(RequestRouter):
             # still neither takes nor rejects the call, and Serve waits for it without a limit.
             place.taken_by.append(chosen.replica_id.to_full_id_str())
         return chosen
+
+    async def _choose_for_control(self, place: Place | None, is_retry: bool) -> RunningReplica:
+        """The home, or the least loaded one that answers: one that is full is the one to talk
+        to."""
+        attempt = int(is_retry)  # it is dead, or even the places beside the requests' are taken
+        while True:
+            if attempt:
+                await self._backoff(attempt - 1)
+            homes = self._homes(place)[:_COMPARED]
+            if len(homes) == 1:
+                return homes[0]
+            found = await self._probe_queue_lens(homes, attempt)
+            answered = [(load, replica) for replica, load in found if load is not None]
+            if answered:
+                return min(answered, key=lambda pair: pair[0])[1]
+            attempt += 1
 
     async def _choose_in_turn(
         self,

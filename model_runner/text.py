@@ -7,6 +7,7 @@ for the text of a sequence (sequence_text.py), vocabularies (tokenizer.py) and t
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import replace
 
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
@@ -53,6 +54,16 @@ class TextEngine:
         self._marks = find_marks(tokenizer)
         self._stream = stream
         self._abort = abort
+
+    def around(
+        self,
+        stream: Callable[[Request], AsyncIterator[RequestOutput]],
+        abort: Callable[[str, int], Awaitable[None] | None],
+    ) -> "TextEngine":
+        """The same, with all that is known of adapters, around another stream."""
+        other = copy(self)
+        other._stream, other._abort = stream, abort
+        return other
 
     async def stream(
         self,

@@ -140,8 +140,13 @@ class NoRoom(Exception):
     """As the engine refuses it."""
 
 
-def pending_request(place: Place | None, internal_id: str = "i") -> PendingRequest:
+def pending_request(
+    place: Place | None, internal_id: str = "i", method: str = "generate"
+) -> PendingRequest:
     metadata: Any = SimpleNamespace(
-        internal_request_id=internal_id, request_id="r", multiplexed_model_id=""
+        internal_request_id=internal_id,
+        request_id="r",
+        multiplexed_model_id="",
+        call_method=method,
     )
     return PendingRequest(args=[], kwargs={"place": place}, metadata=metadata)

@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -160,6 +162,56 @@ async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() ->
         done, _ = await asyncio.wait({waiting}, timeout=0.1)
         assert not done, "what a request was lost on never has it again"
         waiting.cancel()
+
+
+async def test_a_control_call_goes_to_its_seat_full_or_not() -> None:
+    replicas = {seat: FakeReplica(seat, max_ongoing_requests=1, ongoing=1) for seat in SEATS}
+    ingress = Ingress(replicas.values())
+    recall = pending_request(Place(("b",), "b", may_spill=False), method="recall")
+    assert (await asyncio.wait_for(ingress.choose(recall), 5)).seat == "b"
+    replicas["a"].is_silent = True
+    validate = pending_request(None, method="validate")
+    for _ in SEATS:
+        chosen = await asyncio.wait_for(ingress.choose(validate), 5)
+        assert chosen.seat in ("b", "c"), "one that answers"
+    request = asyncio.create_task(ingress.choose(pending_request(Place(("b",), "t/x"))))
+    done, _ = await asyncio.wait({request}, timeout=0.05)
+    assert not done
+    request.cancel()
+
+
+async def test_requests_leave_the_places_for_control_calls_free() -> None:
+    router = Ingress([], spill_after_s=60).router
+    router.initialize_state(control_places=64)
+    info: Any = SimpleNamespace(
+        max_ongoing_requests=66, multiplexed_model_ids=(), is_cross_language=False,
+        get_actor_handle=lambda: None,
+    )  # fmt: skip
+    assert router.create_replica_wrapper(info).max_ongoing_requests == 2
+
+
+async def test_who_comes_back_from_a_full_replica_does_not_wait_from_the_end() -> None:
+    replica = FakeReplica("a", max_ongoing_requests=1, ongoing=1)
+    ingress = Ingress([replica], spill_after_s=60)
+    ingress.router.on_new_queue_len_info(replica.replica_id, 1)
+    been_there = Place(("a",), "t/x", taken_by=["SERVE_REPLICA::a"])
+    order: list[str] = []
+
+    async def wait_for(name: str, place: Place) -> None:
+        await ingress.choose(pending_request(place))
+        ingress.router.on_new_queue_len_info(replica.replica_id, 1)
+        replica.ongoing = 1
+        order.append(name)
+
+    places = {"first": Place(("a",), "t/x"), "second": Place(("a",), "t/x"), "back": been_there}
+    waiting = [asyncio.create_task(wait_for(*item)) for item in places.items()]
+    for number in range(3):
+        await asyncio.sleep(0.02)
+        replica.ongoing = 0
+        while len(order) <= number:
+            await asyncio.sleep(0.001)
+    assert order[-1] == "second", order
+    await asyncio.gather(*waiting)
 
 
 async def test_replicas_learn_that_a_call_has_spilled() -> None:

@@ -3,6 +3,7 @@
 The backend pretends. Not here: what breaks streams (test_kills.py).
 """
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -130,6 +131,20 @@ async def from_every_event(face: Face, name: str) -> dict[Any, Any]:
             again = events_of(await post(face, name, rest[1].id))
             assert joined(whole[: number + 1] + rest[:2] + again) == joined(whole)
     return joined(whole)
+
+
+async def test_two_connections_to_one_answer_end_each_for_itself(face: Face) -> None:
+    """One aborts a choice that met its stop string; the other has not come so far."""
+    whole = events_of(await post(face, "stop"))
+    face.backend.gap_s = 0.01
+    first = asyncio.create_task(post(face, "stop", whole[0].id))
+    while len(face.backend.requests) < 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(post(face, "stop", whole[0].id))
+    for answer in await asyncio.gather(first, second):
+        assert joined(whole[:1] + events_of(answer)) == joined(whole)
+    assert len({name for name, _ in face.backend.aborted}) == 2
 
 
 async def test_draws_differ_by_request_and_prompt_unless_a_seed_is_named(face: Face) -> None:
