@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 from adapter_store.extras import AdapterExtras
 from deployments.answer_logprobs import PromptPart
@@ -21,6 +21,7 @@ from model_runner.request import MAX_IDS, Request, SamplingParams
 from model_runner.text import UNKNOWN_KEY, UNMADE_IDS, TextEngine
 from model_runner.tokenizer import TemplateRefused, Tokenizer
 
+_T = TypeVar("_T")
 _MAX_STOP = 16
 _MAX_STOP_CHARS = 4096
 """All together: each character costs the matcher a state."""
@@ -32,12 +33,17 @@ _MAX_LOGPROBS = 1 << 19
 """In one answer that is sent whole. Each takes about 700 bytes while the answer is written, and 70
 in it."""
 
+_MAX_ECHO_CHARS = 1 << 20
+"""In one answer, streamed or not."""
+
 
 @dataclass(frozen=True)
 class Job:
     """One HTTP request, ready to run: one `Request` for each prompt.
 
+    part    what the answer holds of the prompts
     remake  the same for what its adapter turns out to bring. Errors: ApiError
+    kept_bytes  of the body, which `remake` reads again
     """
 
     target: Target
@@ -45,7 +51,9 @@ class Job:
     stop: tuple[str, ...]
     stream: bool
     writer: Writer
+    part: PromptPart
     remake: Callable[[AdapterExtras], Awaitable["Job"]] | None = None
+    kept_bytes: int = 0
 
 
 class Remaker:
@@ -53,7 +61,7 @@ class Remaker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._made: dict[str, Job] = {}
+        self._made: dict[str, tuple[Request, ...]] = {}
         self._turn = asyncio.Lock()
 
     async def __call__(self, number: int, extras: AdapterExtras) -> Request:
@@ -61,9 +69,10 @@ class Remaker:
         assert self._job.remake is not None
         async with self._turn:
             if extras.key not in self._made:
-                made = self._made[extras.key] = await self._job.remake(extras)
+                made = await self._job.remake(extras)
+                self._made[extras.key] = made.requests
                 self._job.writer.take_prompt(made.writer)
-        return self._made[extras.key].requests[number]
+        return self._made[extras.key][number]
 
 
 async def chat_job(
@@ -134,8 +143,13 @@ async def completion_job(
     max_prompts: int,
     answer_id: str,
     extras: AdapterExtras,
+    part: PromptPart | None = None,
 ) -> Job:
-    """Each prompt as one `Request`. Errors: ApiError 400."""
+    """Each prompt as one `Request`.
+
+    part  of a job that was made of the same request: its prompts are not looked at again
+    Errors: ApiError 400.
+    """
     max_tokens = 16 if wire.max_tokens is None else wire.max_tokens
     sampling = _sampling(wire, max_tokens, wire.logprobs)
     if not max_tokens and not wire.echo:
@@ -148,27 +162,8 @@ async def completion_job(
             raise ApiError(400, "echo with logprobs cannot be streamed", param="echo")
         most = max(num_echoed, sampling.prompt_logprobs or 0)
         sampling = replace(sampling, prompt_logprobs=most)
-    prompts: list[Any] = [wire.prompt]
-    if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
-        prompts = list(wire.prompt)
-    if not prompts:
-        raise ApiError(400, "prompt must not be an empty list", param="prompt")
-    if len(prompts) > max_prompts:
-        raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
-    if len(prompts) * sampling.n > _MAX_CHOICES:
-        words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
-        raise ApiError(400, words, param="n")
-    if any(max(p, default=0) > _MAX_INT for p in prompts if not isinstance(p, str)):
-        raise ApiError(400, f"prompt: token ids must be at most {_MAX_INT}", param="prompt")
-    token_lists = [
-        await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
-    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if wire.echo]
-    ids = tuple(map(tuple, token_lists))
-    part = PromptPart(sampling.n, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
+    if part is None:
+        part = await _read_prompts(wire, sampling.n, num_echoed, tokenizer, max_prompts)
     return _job(
         wire,
         target,
@@ -181,6 +176,46 @@ async def completion_job(
         answer_id,
         extras,
     )
+
+
+async def _read_prompts(
+    wire: CompletionRequest,
+    num_choices: int,
+    num_echoed: int | None,
+    tokenizer: Tokenizer,
+    max_prompts: int,
+) -> PromptPart:
+    """The prompts' ids, and their texts where they are echoed. Errors: ApiError 400."""
+    prompts: list[Any] = [wire.prompt]
+    if isinstance(wire.prompt, list) and not (wire.prompt and isinstance(wire.prompt[0], int)):
+        prompts = list(wire.prompt)
+    if not prompts:
+        raise ApiError(400, "prompt must not be an empty list", param="prompt")
+    if len(prompts) > max_prompts:
+        raise ApiError(400, f"at most {max_prompts} prompts, not {len(prompts)}", param="prompt")
+    if len(prompts) * num_choices > _MAX_CHOICES:
+        words = f"n: at most {_MAX_CHOICES} choices over all prompts, not {len(prompts)} times that"
+        raise ApiError(400, words, param="n")
+    if any(max(p, default=0) > _MAX_INT for p in prompts if not isinstance(p, str)):
+        raise ApiError(400, f"prompt: token ids must be at most {_MAX_INT}", param="prompt")
+    token_lists = [
+        await _tokenize(len(prompt), tokenizer.encode, prompt, param="prompt")
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
+    texts = []
+    for prompt in prompts if wire.echo else ():
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        else:
+            texts.append(await _off_the_loop(len(prompt), tokenizer.decode, prompt))
+    num_chars = sum(map(len, texts)) * num_choices
+    if num_chars > _MAX_ECHO_CHARS:
+        words = f"echo: the answer would repeat {num_chars} characters, {_MAX_ECHO_CHARS} at most: "
+        raise ApiError(400, words + "ask for fewer choices or prompts", param="echo")
+    ids = tuple(map(tuple, token_lists))
+    return PromptPart(num_choices, ids, tuple(texts), num_echoed, wire.prompt_logprobs)
 
 
 def _job(
@@ -225,6 +260,7 @@ def _job(
         requests=tuple(requests),
         stop=wire.stop_strings(),
         stream=bool(wire.stream),
+        part=part,
         writer=writer(
             answer_id,
             wire.model,
@@ -317,8 +353,11 @@ def _read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 async def _tokenize(size: int, encode: Any, value: Any, param: str) -> list[int]:
     try:
-        if size <= INLINE_CHARS:
-            return list(encode(value))
-        return list(await asyncio.to_thread(encode, value))
+        return list(await _off_the_loop(size, encode, value))
     except ValueError as exc:
         raise ApiError(400, str(exc), param=param) from None
+
+
+async def _off_the_loop(size: int, work: Callable[[Any], _T], value: Any) -> _T:
+    """`work(value)`: in a thread if it is long."""
+    return work(value) if size <= INLINE_CHARS else await asyncio.to_thread(work, value)

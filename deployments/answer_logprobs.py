@@ -35,18 +35,37 @@ class PromptPart:
     num_told: int | None = None
 
 
+@dataclass
+class TextSoFar:
+    """How far the spelled tokens of one choice have come.
+
+    offset  its characters;  is_empty  whether the next token begins a text
+    """
+
+    offset: int = 0
+    is_empty: bool = True
+
+
 class LogprobSpeller:
     """Spells tokens and their log-probabilities with one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """`logprobs` of a chat's choice."""
+    def after(self, token_ids: Sequence[int]) -> TextSoFar:
+        """Of a choice that goes on with the text of these."""
+        return TextSoFar(is_empty=not self._tokenizer.text_end(token_ids))
+
+    def chat(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], so_far: TextSoFar
+    ) -> ChatLogprobs:
+        """`logprobs` of a chat's choice, which goes on from `so_far`; that is moved on."""
         content = []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
-            chosen = self._spell(token_id, entry.chosen)
-            top = [self._spell(other, value) for other, value in entry.top]
+            begins = so_far.is_empty
+            chosen = self._spell(token_id, entry.chosen, begins)
+            top = [self._spell(other, value, begins) for other, value in entry.top]
+            self._advance(so_far, token_id, chosen)
             content.append(
                 TokenLogprob(
                     token=chosen.token,
@@ -61,21 +80,23 @@ class LogprobSpeller:
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
-        offset: int = 0,
-    ) -> tuple[CompletionLogprobs, int]:
-        """`logprobs` of a completion's choice whose text goes on at `offset`; where it ends. A
+        so_far: TextSoFar,
+    ) -> CompletionLogprobs:
+        """`logprobs` of a completion's choice, which goes on from `so_far`; that is moved on. A
         token without an entry (a prompt's first) has null."""
         lines = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, entry in zip(token_ids, logprobs, strict=False):
-            chosen = self._spell(token_id, entry.chosen if entry else 0.0)
+            begins = so_far.is_empty
+            chosen = self._spell(token_id, entry.chosen if entry else 0.0, begins)
             lines.tokens.append(chosen.token)
             lines.token_logprobs.append(chosen.logprob if entry else None)
-            top = [self._spell(other, value) for other, value in entry.top] if entry else []
+            others = entry.top if entry else ()
+            top = [self._spell(other, value, begins) for other, value in others]
             best = {line.token: line.logprob for line in reversed(top)}
             lines.top_logprobs.append(best if entry else None)
-            lines.text_offset.append(offset)
-            offset += len(chosen.token)
-        return lines, offset
+            lines.text_offset.append(so_far.offset)
+            self._advance(so_far, token_id, chosen)
+        return lines
 
     def prompt(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
@@ -94,8 +115,12 @@ class LogprobSpeller:
             found.append(spelled)
         return found
 
-    def _spell(self, token_id: int, logprob: float) -> TopLogprob:
-        raw = self._tokenizer.token_bytes(token_id)
+    def _advance(self, so_far: TextSoFar, token_id: int, spelled: TopLogprob) -> None:
+        so_far.offset += len(spelled.token)
+        so_far.is_empty = so_far.is_empty and not self._tokenizer.text_end((token_id,))
+
+    def _spell(self, token_id: int, logprob: float, begins: bool = False) -> TopLogprob:
+        raw = self._tokenizer.token_bytes(token_id, begins)
         text = raw.decode("utf-8", "replace")
         return TopLogprob(token=text, logprob=_finite(logprob), bytes=list(raw))
 

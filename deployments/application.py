@@ -31,6 +31,10 @@ from deployments.short_form import parse_args
 
 ROUTING_STATS_PERIOD_S = 1.0
 _LOAD_PERIOD_S = 1.0
+CONTROL_PLACES = 64
+"""So many calls that are no request (recall, abort, and others of a moment) a replica takes beside
+those that fill it: when an ingress dies, its requests go on until somebody recalls them."""
+
 _log = logging.getLogger("ray.serve")
 _APP = "default"
 _STATUS_PERIOD_S = 0.2
@@ -131,7 +135,7 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
         name=_replica_name(model),
         **_number_of_replicas(model),
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
-        max_ongoing_requests=model.max_ongoing_requests,
+        max_ongoing_requests=model.max_ongoing_requests + CONTROL_PLACES,
         max_queued_requests=model.max_queued_requests,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.2,
@@ -139,7 +143,10 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         request_router_config=RequestRouterConfig(
             request_router_class=PlacementRequestRouter,
-            request_router_kwargs={"spill_after_s": model.spill_after_s},
+            request_router_kwargs={
+                "spill_after_s": model.spill_after_s,
+                "control_places": CONTROL_PLACES,
+            },
             request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
             max_backoff_s=0.1,
         ),
@@ -151,6 +158,7 @@ def _replica(config: ServiceConfig, model: ModelSettings, router: Application) -
 def _number_of_replicas(model: ModelSettings) -> dict[str, Any]:
     if not model.scales:
         return {"num_replicas": model.num_replicas}
+    side_by_side = min(model.engine_config().max_num_seqs, model.max_ongoing_requests)
     with warnings.catch_warnings():
         # Deprecated for variables that Ray's own processes read when they start, with 10 s if they
         # are not there: a queue is full by then.
@@ -165,7 +173,7 @@ def _number_of_replicas(model: ModelSettings) -> dict[str, Any]:
             downscale_delay_s=model.scale_down_after_s,
             policy=AutoscalingPolicy(
                 policy_function="deployments.autoscaling:ReplicaCount",
-                policy_kwargs={"sequences": model.engine_config().max_num_seqs},
+                policy_kwargs={"sequences": side_by_side},
             ),
         )
     return {"autoscaling_config": scaling}

@@ -22,7 +22,8 @@ PAGES_FULL = 0.9
 
 @dataclass(frozen=True)
 class ScaleLimits:
-    """min_replicas, max_replicas;  sequences  that one replica computes side by side."""
+    """min_replicas, max_replicas;  sequences  that one replica computes side by side: those of its
+    engine's largest batch, or the requests that are let in, where those are fewer."""
 
     min_replicas: int
     max_replicas: int
@@ -56,7 +57,7 @@ def target_replicas(
     demands  of the replicas that have told theirs;  queued  requests that no replica has yet
     current  the number that is aimed at now
 
-    More before the engines' batches are full, and so before anything queues: at 0.8 of their
+    More before the replicas are full, and so before anything queues: at 0.8 of their
     sequences, or of 0.9 of their pages. Less only where the rest is used below 0.6, so that the
     number does not swing.
     """

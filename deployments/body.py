@@ -35,7 +35,7 @@ class BodyLimits:
 
 
 class BodyBudget:
-    """Bytes of big bodies that one ingress holds before they are token ids.
+    """Bytes of big bodies that one ingress holds: before they are token ids, some also later.
 
     max_bytes  of all;  max_tenant_bytes  of one tenant, so that none of them takes it all
     """
@@ -78,6 +78,12 @@ class Share:
         if num_bytes > BIG_BYTES:
             self._budget.take(self._tenant_id, num_bytes - self.num_bytes)
             self.num_bytes = num_bytes
+
+    def shrink_to(self, num_bytes: int) -> None:
+        """Give back what is not held any more."""
+        unused = max(0, self.num_bytes - num_bytes)
+        self._budget.held[self._tenant_id] -= unused
+        self.num_bytes -= unused
 
 
 async def read_body(

@@ -10,7 +10,7 @@ A plain class without I/O: catalog_link.py makes an actor of it. Not here: bytes
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from adapter_store.contents import MAX_URIS, Content, Contents
@@ -129,16 +129,6 @@ class Catalog:
             current={uri: self._uris[uri].revision for uri in told if uri in self._uris},
             contents=tuple(content for uri in told for content in self._contents.of(uri)),
         )
-
-    def nodes_of(self, uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """uri -> nodes that have its latest content in their host tier, as far as is known."""
-        self._expire()
-        found = {}
-        for uri in uris:
-            latest = {content.digest for content in self._contents.of(uri)[-1:]}
-            nodes = {r.node_id for r in self._replicas.values() if latest & r.held}
-            found[uri] = tuple(sorted(nodes))
-        return found
 
     def stats(self) -> CatalogStats:
         """A snapshot."""

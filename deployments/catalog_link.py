@@ -180,10 +180,6 @@ class CatalogActor:
         """See `Catalog`."""
         return self._catalog.exchange(report)
 
-    async def nodes_of(self, uris: list[str]) -> dict[str, tuple[str, ...]]:
-        """See `Catalog`."""
-        return self._catalog.nodes_of(uris)
-
     async def stats(self) -> CatalogStats:
         """See `Catalog`."""
         return self._catalog.stats()

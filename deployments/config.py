@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     TypeAdapter,
@@ -40,6 +41,15 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message names the file and the key."""
 
 
+def _countable(amount: float) -> float:
+    if 0 < amount < 1e-4:
+        raise ValueError("Ray counts in steps of 0.0001: 0, or at least that much")
+    return amount
+
+
+_Resource = Annotated[float, Field(ge=0), AfterValidator(_countable)]
+
+
 class _Section(BaseModel):
     model_config = STRICT
 
@@ -66,10 +76,10 @@ class ModelSettings(_Section):
     max_replicas: Annotated[int, Field(ge=0)] = 0
     scale_up_after_s: Annotated[float, Field(ge=0)] = 3
     scale_down_after_s: Annotated[float, Field(ge=0)] = 300
-    num_cpus: Annotated[float, Field(ge=0)] = 0.1
-    num_gpus: Annotated[float, Field(ge=0)] = 0
+    num_cpus: _Resource = 0.1
+    num_gpus: _Resource = 0
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
-    max_queued_requests: Annotated[int, Field(ge=0)] = 256
+    max_queued_requests: Annotated[int, Field(ge=1)] = 256
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
     generation_defaults: bool = True
     spill_after_s: Annotated[float, Field(ge=0)] = 0.25
@@ -145,6 +155,7 @@ class AdapterSettings(_Section):
     """Where adapters lie.
 
     root            `s3://bucket/prefix` or a folder; uris without a scheme are below it
+                    ("" = below the folder that relative folders are meant from)
     host_cache_dir  the host tier of each node ("" = a folder in /dev/shm that goes with us)
     """
 
@@ -188,11 +199,12 @@ class IngressSettings(_Section):
                            on its status is 200 and errors are events
     max_stalled_s          how long a body may lag behind min_body_bytes_per_s, and how long a
                            client may leave what it was sent unread
-    max_bodies_bytes       of all large bodies being read at once; one tenant may hold a quarter
+    max_bodies_bytes       of all large bodies at once, while they are read; those of adapters'
+                           chats until they are answered. One tenant may hold a quarter
     """
 
     num_replicas: Annotated[int, Field(ge=1)] = 1
-    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    num_cpus: _Resource = 0.1
     trusted_tenant_header: str = ""
     anonymous_tenant: str = ""
     max_body_bytes: Annotated[int, Field(ge=1024, le=64 << 20)] = 8 << 20
@@ -314,12 +326,17 @@ def _with_absolute_folders(config: ServiceConfig, folder: Path) -> ServiceConfig
     models = tuple(
         model.model_copy(update={"path": absolute(model.path)}) for model in config.models
     )
-    tenants = tuple(
-        tenant.model_copy(
-            update={"allowed_uris": tuple(as_written(uri) for uri in tenant.allowed_uris)}
-        )
-        for tenant in config.tenants
-    )
+
+    def placed(tenant: TenantSettings) -> TenantSettings:
+        update: dict[str, Any] = {"allowed_uris": tuple(map(as_written, tenant.allowed_uris))}
+        if not given.root:  # else they lie below that
+            update["adapters"] = {
+                name: entry.model_copy(update={"uri": as_written(entry.uri)})
+                for name, entry in tenant.adapters.items()
+            }
+        return tenant.model_copy(update=update)
+
+    tenants = tuple(map(placed, config.tenants))
     usage = config.usage.model_copy(update={"root": absolute(config.usage.root)})
     update = {"adapters": adapters, "models": models, "tenants": tenants, "usage": usage}
     return config.model_copy(update=update)

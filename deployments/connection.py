@@ -76,12 +76,18 @@ class BoundedHttp(HttpToolsProtocol):
         if self._refused:
             return
         self._began_in_this_part = False
+        waiting = self.timeout_keep_alive_task
         super().data_received(data)
         if self._in_head and not self._began_in_this_part and not self._refused:
             # httptools keeps an unfinished header to itself: it is counted here.
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, "the request's head is too large")
+        elif self._is_idle:
+            # uvicorn has given up its wait for the next request, which this did not begin: it was
+            # an empty line, or the end of a body that nobody wanted.
+            until = waiting.when() if waiting else self.loop.time() + self.timeout_keep_alive
+            self.timeout_keep_alive_task = self.loop.call_at(until, self.timeout_keep_alive_handler)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -119,6 +125,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether all that came has been answered, and passed over."""
+        cycle = self.cycle
+        if cycle is None or self._in_head or self._refused:
+            return False
+        return bool(cycle.response_complete and not cycle.more_body)
 
     def _await_head(self) -> None:
         self._in_head = True

@@ -62,52 +62,70 @@ class Edge:
             return
         label = _take_orders(scope)
         upload = _Upload(self, receive)
-        answer = _Answer(send, upload, limit_stall, label, scope["path"])
-        try:
-            await self._app(scope, upload.receive, answer.send)
-            if upload.refusal is not None and not answer.started:
-                await answer.fail(upload.refusal)
-        finally:
-            upload.end()
+        answer = _Answer(send, limit_stall, label, scope["path"])
+        await self._app(scope, upload.receive, answer.send)
+        if upload.refusal is not None and not answer.started:
+            await answer.fail(upload.refusal)
 
     def take(self, num_bytes: int) -> None:
         """Count bytes of uploads in, or out where negative."""
         self._uploading_bytes += num_bytes
 
-    @property
-    def is_full(self) -> bool:
-        return self._uploading_bytes > MAX_UPLOADS_BYTES
+    def has_room(self, num_bytes: int) -> bool:
+        return self._uploading_bytes + num_bytes <= MAX_UPLOADS_BYTES
+
+
+class _Part(dict[str, Any]):
+    """A message with a part of a body, counted for as long as it lies in this process: until the
+    ingress has fetched it, or the request is over. On its way to the ingress it is a plain one."""
+
+    def __init__(self, message: Message, edge: Edge) -> None:
+        super().__init__(message)
+        self._edge, self._size = edge, len(message["body"])
+        edge.take(self._size)
+
+    def __del__(self) -> None:
+        self._edge.take(-self._size)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
 
 
 class _Upload:
-    """One request's body on its way into the proxy, which keeps all that it is given."""
+    """One request's body on its way into the proxy, which keeps what the ingress has not fetched.
+
+    How long an answer takes is no matter here: what is being answered has been fetched.
+    """
 
     def __init__(self, edge: Edge, receive: Receive) -> None:
         self._edge = edge
         self._receive = receive
         self._num_bytes = 0
-        self._open = True
+        self._end: Message | None = None
         self.refusal: ApiError | None = None
 
     async def receive(self) -> Message:
+        if self._end is not None:
+            message, self._end = self._end, None
+            return message
         message = await self._receive()
         size = len(message.get("body", b""))
-        if not size or not self._open:
+        if not size:
             return message
         self._num_bytes += size
-        self._edge.take(size)
+        is_big = self._num_bytes > BIG_BYTES
         if self._num_bytes > MAX_BODY_BYTES:
             self.refusal = ApiError(413, "the body is too large", code="body_too_large")
-        elif self._edge.is_full and self._num_bytes > BIG_BYTES:
+        elif is_big and not self._edge.has_room(size):
             self.refusal = overloaded("too many large requests at once: try again", 503)
-        # To Serve the client is gone: that is how a request is ended before its answer.
-        return {"type": "http.disconnect"} if self.refusal else message
-
-    def end(self) -> None:
-        """Its bytes have been taken, or are not wanted any more."""
-        if self._open:
-            self._open = False
-            self._edge.take(-self._num_bytes)
+        if self.refusal is not None:
+            # To Serve the client is gone: that is how a request is ended before its answer.
+            return {"type": "http.disconnect"}
+        if is_big and not message["more_body"]:
+            # Serve holds a request's last message until it is over: let that be an empty one.
+            self._end = {**message, "body": b""}
+            message = {**message, "more_body": True}
+        return _Part(message, self._edge)
 
 
 class _Answer:
@@ -116,13 +134,11 @@ class _Answer:
     def __init__(
         self,
         send: Send,
-        upload: _Upload,
         limit_stall: Callable[[float], None] | None,
         label: bytes,
         path: str,
     ) -> None:
         self._send = send
-        self._upload = upload
         self._limit_stall = limit_stall
         self._label = label
         self._is_serves = path.startswith("/-/")
@@ -136,7 +152,6 @@ class _Answer:
             await self._send(message)
             return
         self.started = True
-        self._upload.end()
         headers = [(bytes(name).lower(), bytes(value)) for name, value in message["headers"]]
         status = message["status"]
         content = dict(headers).get(b"content-type", b"")

@@ -7,6 +7,7 @@ Not here: what a body means (job_maker.py), routes (ingress.py), Ray: the replic
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -34,13 +35,14 @@ from deployments.operators import Judge, Operators
 from deployments.placement.view import Place, Placement
 from deployments.resumption import Resumption
 from deployments.spill import stream_near_home
-from deployments.streaming import error_events, interleave
+from deployments.streaming import ChatWriter, error_events, interleave
 from deployments.tenant_labels import first_tenants
 from deployments.tenants import TenantConfig, TenantDirectory, bearer_key
 from deployments.usage import UsageLog
 from model_runner.request import Request, RequestOutput
+from model_runner.sequence_text import TextOutput
 from model_runner.template_sandbox import TemplateSandbox
-from model_runner.text import TextEngine, TextOutput
+from model_runner.text import TextEngine
 from model_runner.tokenizer import Tokenizer
 
 Output = tuple[int, TextOutput]
@@ -58,7 +60,8 @@ class Backend(Judge, Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. Closing the generator aborts it in the engine.
 
-        again  it ran before: go on with what is known of it
+        again  it ran before, under an id that began like this one up to "/": go on with what is
+               known of it
         """
         ...
 
@@ -83,15 +86,19 @@ class Frontend:
         self._secret = salt_key
         self._directory = TenantDirectory(tenants, [m.name for m in config.models], salt_key)
         self._sandbox = TemplateSandbox()
+        self._backends = backends
         self._texts = {
-            model.name: self._text_engine(model.name, Tokenizer(model.path), backends[model.name])
+            model.name: TextEngine(
+                Tokenizer(model.path),
+                partial(backends[model.name].stream, place=None),
+                backends[model.name].abort,
+                self._sandbox,
+            )
             for model in config.models
         }
         self.jobs = JobMaker(config, self._directory, self._texts)
         self.operators = Operators(config, backends)
-        self._again: set[str] = set()  # requests that ran before, for another connection
         self._active: Counter[str] = Counter()
-        self._meters: dict[str, Meter] = {}  # by the engines' request_id
         limit = config.ingress.max_bodies_bytes
         self.bodies = BodyBudget(limit, max(limit // 4, config.ingress.max_body_bytes))
         self._big_work: defaultdict[str, asyncio.Semaphore] = defaultdict(
@@ -103,28 +110,30 @@ class Frontend:
         """End the processes that it started. Blocks."""
         self._sandbox.close()
 
-    def _text_engine(self, model: str, tokenizer: Tokenizer, backend: Backend) -> TextEngine:
-        def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
-            adapter_id = request.adapter.adapter_id if request.adapter else ""
-            place = self.placement.place(adapter_id)
-            again = request.request_id in self._again
+    def _text_of(self, job: Job, meter: Meter, again: bool) -> TextEngine:
+        """The text of one connection's runs. Its requests are its own: where they ran before, they
+        get other ids, for another connection may have asked for the same answer."""
+        model, names = job.target.model, {request.request_id for request in job.requests}
+        backend, text = self._backends[model], self._texts[model]
+        mark = f"/{secrets.token_hex(4)}" if again else ""
+
+        async def stream(request: Request) -> AsyncGenerator[RequestOutput, None]:
+            place = self.placement.place(request.adapter.adapter_id if request.adapter else "")
+            is_answer = request.request_id in names  # else it only asks for extras
             if again:
                 place = replace(place, seats=self.placement.seats.get(model, ()))
-            run = partial(backend.stream, again=again)
-            outputs = stream_near_home(run, request, place)
-            return self._metered(request.request_id, outputs)
+            request = replace(request, request_id=request.request_id + mark)
+            run = partial(backend.stream, again=again and is_answer)
+            async with aclosing(stream_near_home(run, request, place)) as outputs:
+                async for output in outputs:
+                    if is_answer:
+                        meter.received(output)
+                    yield output
 
-        return TextEngine(tokenizer, stream, backend.abort, self._sandbox)
+        async def abort(request_id: str, index: int) -> None:
+            await backend.abort(request_id + mark, index)
 
-    async def _metered(
-        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        meter = self._meters.get(request_id)  # none: it only asks for extras
-        async with aclosing(outputs):
-            async for output in outputs:
-                if meter is not None:
-                    meter.received(output)
-                yield output
+        return text.around(stream, abort)
 
     def tenant_of(self, headers: Mapping[str, str]) -> TenantConfig:
         """Who asks. A trusted header, where there is one, beats the key, even an empty one.
@@ -230,33 +239,25 @@ class Frontend:
         again  it ran before, for a connection that broke
         Errors: ApiError for what failed in the engine.
         """
-        text = self._texts[job.target.model]
+        text = self._text_of(job, meter, again)
         num_choices = job.requests[0].sampling.n
-        names = {request.request_id for request in job.requests if again}
-        self._again |= names
-        self._meters.update((request.request_id, meter) for request in job.requests)
-        try:
-            requests, remake = job.requests, Remaker(job)
-            # What a broken connection was told of is no place to learn of another template.
-            if again and text.chats.known(job.target.adapter) is None:
-                extras = await text.ask_extras(requests[0])
-                if extras is not None and extras.key:
-                    requests = tuple([await remake(i, extras) for i in range(len(requests))])
-            streams = [
-                text.stream(request, job.stop, remake=partial(remake, number))
-                for number, request in enumerate(requests)
-            ]
-            async with aclosing(interleave(streams)) as outputs:
-                async for number, output in outputs:
-                    if output.error_code is not None:
-                        raise engine_error(output.error_code, output.error)
-                    meter.saw(job, output)
-                    yield number * num_choices + output.index, output
-        finally:
-            self._again -= names
-            for request in job.requests:  # another connection may ask for the same answer
-                if self._meters.get(request.request_id) is meter:
-                    del self._meters[request.request_id]
+        requests, remake = job.requests, Remaker(job)
+        # What a broken connection was told of is no place to learn of another template.
+        if again and text.chats.known(job.target.adapter) is None:
+            extras = await text.ask_extras(requests[0])
+            if extras is not None and extras.key:
+                requests = tuple([await remake(i, extras) for i in range(len(requests))])
+        is_chat = isinstance(job.writer, ChatWriter)
+        streams = [
+            text.stream(request, job.stop, remake=partial(remake, number), is_chat=is_chat)
+            for number, request in enumerate(requests)
+        ]
+        async with aclosing(interleave(streams)) as outputs:
+            async for number, output in outputs:
+                if output.error_code is not None:
+                    raise engine_error(output.error_code, output.error)
+                meter.saw(job, output)
+                yield number * num_choices + output.index, output
 
     async def first(self, outputs: Outputs) -> Output:
         """The first output: an error that comes instead of it can still be an HTTP status."""
@@ -272,13 +273,11 @@ class Frontend:
             job.writer.collect(*await self.first(outputs))
             async for index, output in outputs:
                 job.writer.collect(index, output)
-        sampling = job.requests[0].sampling
-        if sampling.prompt_logprobs is None and sampling.logprobs is None:
-            answer = job.writer.whole()
-        else:
-            # Several entries for each token: seconds that other streams would wait, much memory.
+        if job.writer.is_long:
             write = partial(asyncio.to_thread, job.writer.whole)
             answer = await self._in_turn(job.requests[0].tenant_id, write)
+        else:
+            answer = job.writer.whole()
         meter.finish(200)
         return answer
 

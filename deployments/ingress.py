@@ -7,8 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing, suppress
-from functools import partial
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 import ray
@@ -220,55 +219,58 @@ def _tenant(frontend: Frontend, request: Request) -> TenantConfig:
 async def _answer(frontend: Frontend, request: Request, prepare: Prepare) -> Response:
     tenant = _tenant(frontend, request)
     meter = frontend.meter(tenant)
-    try:
-        job, resumption = await _job(frontend, request, tenant, prepare)
-        meter.began(job)
-        stalled_s = str(frontend.config.ingress.max_stalled_s)
-        headers = {"x-request-id": job.writer.answer_id, STALL_HEADER: stalled_s}
-        if not job.stream:
-            answer = await _unless_gone(request.receive, frontend.whole(job, meter))
-            return Response(answer, media_type="application/json", headers=headers)
-        patience_s = frontend.config.ingress.keep_alive_s
-        outputs = frontend.outputs(job, meter, resumption.has_begun)
-        first = asyncio.create_task(frontend.first(outputs))
+    async with AsyncExitStack() as held:
         try:
-            await _unless_gone(request.receive, asyncio.wait({first}, timeout=patience_s))
-            late = not first.done()
-            if not late:
-                first.result()  # an error has its own status as long as nothing was sent
-        except BaseException:
-            await frontend.drop(outputs, first)
+            share = held.enter_context(frontend.bodies.share(tenant.tenant_id))
+            job, resumption = await _job(frontend, request, tenant, prepare, share)
+            meter.began(job)
+            stalled_s = str(frontend.config.ingress.max_stalled_s)
+            headers = {"x-request-id": job.writer.answer_id, STALL_HEADER: stalled_s}
+            if not job.stream:
+                answer = await _unless_gone(request.receive, frontend.whole(job, meter))
+                return Response(answer, media_type="application/json", headers=headers)
+            patience_s = frontend.config.ingress.keep_alive_s
+            outputs = frontend.outputs(job, meter, resumption.has_begun)
+            first = asyncio.create_task(frontend.first(outputs))
+            try:
+                await _unless_gone(request.receive, asyncio.wait({first}, timeout=patience_s))
+                late = not first.done()
+                if not late:
+                    first.result()  # an error has its own status as long as nothing was sent
+            except BaseException:
+                await frontend.drop(outputs, first)
+                raise
+            events = frontend.events(job, meter, outputs, first, resumption)
+            held.push_async_callback(frontend.close, meter, outputs, first)
+            close = held.pop_all().aclose
+            return EventStream(events, close, headers | _EVENT_HEADERS, patience_s, late)
+        except ClientGone:
+            meter.finish(CLIENT_GONE_STATUS)
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except asyncio.CancelledError:
+            meter.finish(CLIENT_GONE_STATUS)
             raise
-        events = frontend.events(job, meter, outputs, first, resumption)
-        close = partial(frontend.close, meter, outputs, first)
-        return EventStream(events, close, headers | _EVENT_HEADERS, patience_s, late)
-    except ClientGone:
-        meter.finish(CLIENT_GONE_STATUS)
-        return Response(status_code=CLIENT_GONE_STATUS)
-    except asyncio.CancelledError:
-        meter.finish(CLIENT_GONE_STATUS)
-        raise
-    except ApiError as exc:
-        meter.finish(exc.status)
-        raise
-    except Exception:
-        meter.finish(500)
-        raise
+        except ApiError as exc:
+            meter.finish(exc.status)
+            raise
+        except Exception:
+            meter.finish(500)
+            raise
 
 
 async def _job(
-    frontend: Frontend, request: Request, tenant: TenantConfig, prepare: Prepare
+    frontend: Frontend, request: Request, tenant: TenantConfig, prepare: Prepare, share: Share
 ) -> tuple[Job, Resumption]:
     """The request's body, ready to run. Errors: ApiError; ClientGone for an upload given up."""
-    with frontend.bodies.share(tenant.tenant_id) as share:
-        body = await _read(frontend, request, frontend.config.ingress.max_body_bytes, share)
-        cursor = request.headers.get("last-event-id")
-        resumption = frontend.resumption(tenant, request.url.path, body, cursor)
-        prepared = frontend.prepared(prepare, tenant, body, resumption.answer_id)
-        if share.num_bytes == 0:  # small: ready before anybody could leave
-            job = await prepared
-        else:
-            job = await _unless_gone(request.receive, prepared)
+    body = await _read(frontend, request, frontend.config.ingress.max_body_bytes, share)
+    cursor = request.headers.get("last-event-id")
+    resumption = frontend.resumption(tenant, request.url.path, body, cursor)
+    prepared = frontend.prepared(prepare, tenant, body, resumption.answer_id)
+    if share.num_bytes == 0:  # small: ready before anybody could leave
+        job = await prepared
+    else:
+        job = await _unless_gone(request.receive, prepared)
+    share.shrink_to(job.kept_bytes)
     resumption.begin(job)
     return job, resumption
 
@@ -327,7 +329,13 @@ class Ingress:
     ) -> None:
         patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
         backends = {
-            name: ReplicaBackend(handle, patience_s, me or "") for name, handle in replicas.items()
+            name: ReplicaBackend(
+                handle,
+                patience_s,
+                me or "",
+                DeploymentHandle(handle.deployment_name, handle.app_name),
+            )
+            for name, handle in replicas.items()
         }
         self._frontend = Frontend(config, salt_key, backends)
         self._link = RouterLink(self._frontend, router)
@@ -347,6 +355,7 @@ class Ingress:
             return
         for task in self._tasks:
             task.cancel()
+        await self._link.close()
         await asyncio.to_thread(self._frontend.stop)
         if self._writer is not None:
             await self._writer.close()

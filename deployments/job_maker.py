@@ -14,12 +14,14 @@ from typing import TypeVar
 
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from deployments.admission import Job, chat_job, completion_job
+from deployments.answer_logprobs import PromptPart
 from deployments.api_errors import ApiError, ambiguous_model, model_not_found
 from deployments.body import BIG_BYTES, check_length, check_weight, prompt_too_long, strings
 from deployments.config import ModelSettings, ServiceConfig
 from deployments.generation_defaults import with_defaults
 from deployments.openai_schema import ChatRequest, CompletionRequest
 from deployments.tenants import Target, TenantConfig, TenantDirectory
+from model_runner.context_length import count_positions
 from model_runner.text import TextEngine
 from model_runner.tokenizer import TemplateRefused
 
@@ -48,27 +50,28 @@ class JobMaker:
         await self._check_size(body, target, wire.messages)
         default = self._settings[target.model].default_max_tokens
 
-        async def make(extras: AdapterExtras | None) -> Job:
+        async def make(wire: ChatRequest, extras: AdapterExtras | None) -> Job:
             filled = self._filled(wire, target, extras)
             return self._checked(
                 await chat_job(filled, target, owner, salt, text, default, answer_id, extras)
             )
 
-        async def remake(extras: AdapterExtras) -> Job:
+        async def remake(extras: AdapterExtras, wire: ChatRequest | None = None) -> Job:
             try:
-                return await make(extras)
+                # Read once more: kept as it was parsed, it takes several times its bytes.
+                return await make(wire or await _parsed(ChatRequest, body), extras)
             except TemplateRefused as refusal:
                 raise ApiError(400, str(refusal), param="messages") from None
 
         if target.adapter is None:
-            return await remake(NO_EXTRAS)
+            return await remake(NO_EXTRAS, wire)
         try:
-            job = await make(text.chats.known(target.adapter) or NO_EXTRAS)
+            job = await make(wire, text.chats.known(target.adapter) or NO_EXTRAS)
         except TemplateRefused:
             # What is known of the adapter may not be true any more: the engine will tell.
             text.chats.forget(target.adapter)
-            job = await make(None)
-        return replace(job, remake=remake)
+            job = await make(wire, None)
+        return replace(job, remake=remake, kept_bytes=len(body))
 
     async def completion(self, tenant: TenantConfig, body: bytes, answer_id: str) -> Job:
         """A completion, ready to run. Errors: ApiError 400, 404, 422."""
@@ -80,17 +83,20 @@ class JobMaker:
         for prompt in given:
             if isinstance(prompt, str):
                 await self._check_size(body, target, prompt)
-        limit = self._max_prompts
+        limit, tokenizer = self._max_prompts, text.tokenizer
 
-        async def make(extras: AdapterExtras) -> Job:
+        async def make(
+            wire: CompletionRequest, extras: AdapterExtras, part: PromptPart | None = None
+        ) -> Job:
             filled = self._filled(wire, target, extras)
-            tokenizer = text.tokenizer
             job = await completion_job(
-                filled, target, owner, salt, tokenizer, limit, answer_id, extras
+                filled, target, owner, salt, tokenizer, limit, answer_id, extras, part
             )
-            return replace(self._checked(job), remake=make)
+            return self._checked(job)
 
-        return await make(text.chats.known(target.adapter) or NO_EXTRAS)
+        job = await make(wire, text.chats.known(target.adapter) or NO_EXTRAS)
+        bare, part = wire.model_copy(update={"prompt": ""}), job.part
+        return replace(job, remake=lambda extras: make(bare, extras, part))
 
     def _filled(self, wire: _Wire, target: Target, extras: AdapterExtras | None) -> _Wire:
         """The request with what its adapter, then its base model, says of what it leaves open."""
@@ -137,6 +143,7 @@ async def _parsed(wire: type[_Wire], body: bytes) -> _Wire:
 def _longest_prompt(model: ModelSettings) -> int | None:
     """The tokens that a model has positions for, as its files say; replicas may hold less."""
     shape = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    positions = (shape.get("text_config") or shape).get("max_position_embeddings")
+    shape = shape.get("text_config") or shape
+    positions = count_positions(shape) if "max_position_embeddings" in shape else 0
     limits = [n for n in (positions, model.engine_config().max_model_len) if n]
     return min(limits, default=None)

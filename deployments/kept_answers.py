@@ -11,7 +11,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from model_runner.request import ErrorCode, Request, RequestOutput, TokenLogprobs
+from model_runner.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+)
 
 GRACE_S = 15.0
 """How long an answer is kept after its stream was closed, at its end or before."""
@@ -55,6 +61,12 @@ class _Answer:
         self.is_dropped, self.size = True, 0
         for part in (self.ids, self.logprobs, self.last):
             part.clear()
+
+    @property
+    def is_refusal(self) -> bool:
+        """Nothing came of it here. Elsewhere, or at another time, something may."""
+        refused = any(last.finish_reason is FinishReason.ERROR for last in self.last.values())
+        return refused and not any(self.ids.values())
 
     @property
     def is_whole(self) -> bool:
@@ -114,7 +126,8 @@ class KeptAnswers:
             if self._running.get(request.request_id) is answer:
                 del self._running[request.request_id]
             known = self._closed.get(name)
-            if known is None or known.number < answer.number:
+            is_newest = known is None or known.number < answer.number
+            if is_newest and not answer.is_refusal:
                 answer.closed_at_s = self._clock()
                 self._forget_one(name)
                 self._closed[name] = answer
@@ -126,7 +139,11 @@ class KeptAnswers:
         """Who is to be aborted, and all that was told of it; None: not known, or not from its
         beginning. Nothing is added to it from now on."""
         self._forget()
-        known = [a for name, a in self._running.items() if base_id(name) == request_id]
+        known = [
+            answer
+            for name, answer in self._running.items()
+            if base_id(name) == request_id and not answer.is_refusal
+        ]
         if request_id in self._closed:
             known.append(self._closed[request_id])
         answer = max(known, key=lambda answer: answer.number, default=None)

@@ -16,7 +16,7 @@ from deployments.admission import Job
 from deployments.api_errors import CLIENT_GONE_STATUS
 from deployments.usage import MOVED, RUNNING, UsageLog, UsageRecord
 from model_runner.request import FinishReason, RequestOutput
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 
 _FAILURES = ("500", "503")
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # an answer may be its prompt alone
@@ -126,11 +126,12 @@ class Meter:
             return
         self._open = False
         self._leave()
-        self._count(self._job, status)
+        records = self.usage(str(status))
+        self._count(self._job, status, records)
         if self._usage is not None:
-            self._usage.end(self, self.usage(str(status)))
+            self._usage.end(self, records)
 
-    def _count(self, job: Job | None, status: int) -> None:
+    def _count(self, job: Job | None, status: int, records: list[UsageRecord]) -> None:
         log, labels = self._log, self._labels()
         log.count(metrics.REQUESTS, (*labels, str(status)))
         # What alerts look at is counted with 0 too, so that the first one is seen as growth.
@@ -140,7 +141,6 @@ class Meter:
         if job is None:
             return
         log.observe(metrics.LATENCY, labels, time.monotonic() - self._times.started_s)
-        records = self.usage(str(status))
         prompt, delivered = (sum(getattr(r, n) for r in records) for n in ("prompt", "delivered"))
         log.count(metrics.PROMPT_TOKENS, labels, prompt)
         log.count(metrics.CACHED_TOKENS, labels, sum(r.cached for r in records))

@@ -16,6 +16,9 @@ from typing import Any
 
 from model_runner.stats import EngineStats
 
+LAST_WORDS_S = 1.0
+"""So long a process that is stopped in order tries to send what it counted last."""
+
 MAX_TRAFFIC = 256
 """Tenants whose traffic one delta tells, the busiest; that of the others waits for a later one."""
 

@@ -99,6 +99,8 @@ class _GenerationRequest(_Wire):
             raise ApiError(
                 400, f"`{field:.80}` is not {words}", param=field[:80], code="unsupported_parameter"
             )
+        if wire.model_extra:
+            wire.model_extra.clear()  # of any size, and nobody looks at them again
         return wire
 
     def _unsupported(self) -> str | None:
@@ -178,9 +180,16 @@ class ChatMessage(_Answer):
     refusal: None = None
 
 
+class ReasonedMessage(ChatMessage):
+    """Of a model that tells its reasoning apart: under both of the names that vLLM gave it."""
+
+    reasoning_content: str
+    reasoning: str
+
+
 class ChatChoice(_Answer):
     index: int
-    message: ChatMessage
+    message: ReasonedMessage | ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None

@@ -13,8 +13,8 @@ class Progress:
     """The ids that were delivered of each sequence, which sequences have ended, and the content of
     the adapter, which another replica must have as well.
 
-    attempt  which run of the request this is, from 1
-    mark     of a request that was run before: for another connection, or with another prompt
+    attempt  which run of the request this is, from 1; 0 = none yet
+    mark     of a request that may have been run before, with another prompt
     Each run has an id of its own in the engines, so that what is left of one cannot be taken for
     another's.
     """
@@ -30,6 +30,12 @@ class Progress:
         self._open = set(self._ids)
         self._num_cached: dict[int, int] = {}
         self._digest = request.adapter_digest
+
+    @property
+    def has_begun(self) -> bool:
+        """A replica has had it, or something came of it before: it is not to be refused any
+        more."""
+        return self.attempt > 0 or bool(self._num_cached)
 
     @property
     def has_ended(self) -> bool:

@@ -26,12 +26,19 @@ from deployments.catalog_link import CatalogLink, catalog_actor, catalog_name
 from deployments.config import AdapterSettings, ModelSettings
 from deployments.host_tier import HostTierFolder
 from deployments.kept_answers import KeptAnswers
-from deployments.metrics import MetricDelta, MetricLog, Outbox, engine_delta, loads_delta
+from deployments.metrics import (
+    LAST_WORDS_S,
+    MetricDelta,
+    MetricLog,
+    Outbox,
+    engine_delta,
+    loads_delta,
+)
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
 from deployments.turns import take_turns
 from model_runner.engine_face import EngineFace
-from model_runner.request import Request, RequestOutput
+from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
 from model_runner.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 
 REPORT_PERIOD_S = 1.0
 _LOOK_PATIENCE_S = 10.0
+_FULL = "all places of this replica are taken"
 _log = logging.getLogger("ray.serve")
 
 
@@ -80,6 +88,8 @@ class Replica:
         self._log, self._counted = MetricLog(), EngineStats()
         self._seat_lost = False
         self._kept = KeptAnswers()
+        # Serve has CONTROL_PLACES more: what is said about requests gets in where these are taken.
+        self._places = asyncio.Semaphore(settings.max_ongoing_requests)
 
         face = EngineProcess if settings.engine_process else EngineLoop
         self._loop: EngineFace = face(self._engine_maker())
@@ -116,15 +126,23 @@ class Replica:
         self, request: Request, place: Place | None = None, spilled: bool = False
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Run a request; closing this aborts it, and so does the death of the caller that `place`
-        names, after a while.
+        names, after a while. OVERLOADED: all places are taken, and nothing was begun.
 
         spilled  it came here from a full home: nobody loses an adapter slot for it
         """
+        if self._places.locked():  # two ingresses saw the same last place
+            error, reason = ErrorCode.OVERLOADED, FinishReason.ERROR
+            yield [
+                RequestOutput(
+                    request.request_id, finish_reason=reason, error_code=error, error=_FULL
+                )
+            ]
+            return
         if spilled:
             request = replace(request, may_evict=False)
         caller = place.caller if place is not None else ""
         noted = self._kept.note(request, self._loop.messages(request, self._min_gap_s), caller)
-        async with aclosing(noted) as messages:
+        async with self._places, aclosing(noted) as messages:
             async for message in messages:
                 yield message
 
@@ -206,7 +224,7 @@ class Replica:
         for request_id in self._kept.orphans(dead):
             self._loop.abort(request_id)
 
-    async def _report(self) -> None:
+    async def _tell_router(self) -> SeatOrders:
         adapters, used = await asyncio.to_thread(_census, self._config.host_cache_dir)
         view = self._view()
         # Tenants are counted by ingresses: thousands of them do not make this report longer.
@@ -220,6 +238,10 @@ class Replica:
         delta = self._outbox.next(lambda: self._count(stats))
         orders: SeatOrders = await self._router.report.remote(replace(view, stats=stats), delta)
         self._outbox.arrived(delta)
+        return orders
+
+    async def _report(self) -> None:
+        orders = await self._tell_router()
         self._seat_lost = not orders.seated
         self._wanted.intersection_update(orders.homes)  # who comes back is fetched again
         news = [ref for ref in orders.homes if ref not in self._wanted]
@@ -298,10 +320,14 @@ class Replica:
             return
         for task in (*self._tasks, *self._fetch_tasks):
             task.cancel()
-        with suppress(Exception):  # whatever it is, the engine must be stopped
-            await asyncio.wait_for(
-                _done(self._router.release.remote(self._seat, self._replica_id)), 1
-            )
+        # Whatever becomes of its last words, the engine must be stopped.
+        with suppress(Exception):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._tell_router()  # perhaps a report that was under way
+                await self._tell_router()
+        with suppress(Exception):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._router.release.remote(self._seat, self._replica_id)
         await asyncio.to_thread(self._loop.stop)
         if self._folder is not None:
             self._folder.leave()
@@ -331,10 +357,6 @@ def _dead_among(callers: Collection[str]) -> set[str]:
         except RayError as exc:
             _log.warning("whether %s lives is not known: %s", name, exc)
     return dead
-
-
-async def _done(response: Any) -> None:
-    await response
 
 
 def _identity() -> tuple[str, str]:

@@ -6,7 +6,6 @@ Not here: which one (request_router.py follows the placement), and what the outp
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
@@ -17,6 +16,7 @@ import ray
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.kept_answers import base_id
 from deployments.placement.view import Place
 from deployments.progress import Progress
 from deployments.pulse import Pulse
@@ -29,6 +29,10 @@ RECALL_S = 1.0
 MAX_ASKED = 16
 """So long, and so many of them, replicas are asked for an answer that was begun; then it is made
 anew. When an ingress dies, all of its clients come at once."""
+
+OTHERS_S = 0.2
+"""So long, once one of them knows the answer, the others may still say that they know more of
+it."""
 
 _FULL_RETRY_S = 0.1
 _LOOKUPS = ThreadPoolExecutor(4, "lookups")
@@ -50,19 +54,25 @@ class ReplicaBackend:
 
     patience_s  how long an answer that broke off waits for a replica to take it over
     caller      the name of this process' actor: replicas look whether it lives
+    control     another handle of the same deployment, for all calls but `generate`: it has a queue
+                of its own, so they are not refused where too many requests wait
     """
 
     def __init__(
-        self, handle: DeploymentHandle, patience_s: float = 300.0, caller: str = ""
+        self,
+        handle: DeploymentHandle,
+        patience_s: float = 300.0,
+        caller: str = "",
+        control: DeploymentHandle | None = None,
     ) -> None:
-        self._handle = handle
         # Plain values cross: Serve's default, cloudpickle, takes many times as long for them.
-        plain = handle.options(request_serialization="pickle", response_serialization="pickle")
-        self._generate = plain.options(method_name="generate", stream=True)
+        plain = {"request_serialization": "pickle", "response_serialization": "pickle"}
+        self._generate = handle.options(**plain).options(method_name="generate", stream=True)
         self._patience_s = patience_s
         self._caller = caller
-        self._recalled = plain.options(method_name="recall")
-        self._validated = plain.options(method_name="validate")
+        self._control = control or handle
+        self._recalled = self._control.options(**plain).options(method_name="recall")
+        self._validated = self._control.options(**plain).options(method_name="validate")
         self._running: dict[str, Progress] = {}
         self._pulse = Pulse(_is_there)
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -75,13 +85,13 @@ class ReplicaBackend:
 
         Replicas that were lost are avoided: for a while the request routers still know them. Those
         that were silent are, too, where there are others.
-        again  it ran before, for a connection that broke: from the ids of then where a replica
-               still knows them, else from its beginning
+        request  its id is of this connection alone; runs of one answer share what is before "/"
+        again    it ran before, for a connection that broke: from the ids of then where a replica
+                 still knows them, else from its beginning
         """
         # Made anew for other extras, it has another name: its first run may not be over there.
-        marks = secrets.token_hex(4) if again else "", (request.extras_key or "")[:8]
-        mark = "/".join(filter(None, marks))
-        progress = self._running[request.request_id] = Progress(request, mark)
+        progress = Progress(request, (request.extras_key or "")[:8])
+        self._running[request.request_id] = progress
         lost: tuple[str, ...] = ()
         try:
             for output in await self._recall(request, place) if again else ():
@@ -94,7 +104,7 @@ class ReplicaBackend:
                     taken_by=[],
                     caller=self._caller,
                     # What has begun somewhere must not be refused for want of room elsewhere.
-                    may_spill=(place is None or place.may_spill) and not progress.attempt,
+                    may_spill=(place is None or place.may_spill) and not progress.has_begun,
                 )
                 try:
                     async with aclosing(self._attempt(progress, seat)) as outputs:
@@ -136,7 +146,7 @@ class ReplicaBackend:
     def _tell(self, *call: Any) -> None:
         """Call every replica, and wait for none. A broadcast is sent when its results are asked
         for."""
-        told = self._handle.broadcast(*call).results_async(return_exceptions=True)
+        told = self._control.broadcast(*call).results_async(return_exceptions=True)
         task = asyncio.ensure_future(told)
         self._tasks.add(task)
         task.add_done_callback(self._told)
@@ -147,27 +157,33 @@ class ReplicaBackend:
             _log.warning("a call to all replicas failed: %s", task.exception())
 
     async def _recall(self, request: Request, place: Place | None) -> list[RequestOutput]:
-        """What a replica has told of the request, which ends there; [] if none knows it."""
+        """What the replica that knows most has told of the request, which ends wherever it is
+        known; [] if no replica knows it."""
         place = place or Place()
+        name, loop = base_id(request.request_id), asyncio.get_running_loop()
         seats = tuple(dict.fromkeys(place.homes + place.seats))[:MAX_ASKED]
         # To each seat apart, for a dead one takes its time; it is another's turn then, who says no.
         asked = [
-            asyncio.ensure_future(
-                self._ask(request.request_id, Place((seat,), seat, may_spill=False))
-            )
+            asyncio.ensure_future(self._ask(name, Place((seat,), seat, may_spill=False)))
             for seat in seats
         ]
+        pending, until, known = set(asked), loop.time() + RECALL_S, list[list[RequestOutput]]()
         try:
-            for answer in asyncio.as_completed(asked, timeout=RECALL_S):
-                outputs = await answer
-                if outputs is not None:
-                    return outputs
-        except TimeoutError:
-            _log.warning("not every replica was asked for request %s", request.request_id)
+            while pending and loop.time() < until:
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=until - loop.time(),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                known += [outputs for task in done if (outputs := task.result()) is not None]
+                if known:
+                    until = min(until, loop.time() + OTHERS_S)
         finally:
             for task in asked:
                 task.cancel()
-        return []
+        if pending:
+            _log.warning("not every replica was asked for request %s", request.request_id)
+        return max(known, key=_num_ids, default=[])
 
     async def _ask(self, request_id: str, place: Place) -> list[RequestOutput] | None:
         try:
@@ -186,11 +202,11 @@ class ReplicaBackend:
 
         The last one that there may be is not given up for silence: Ray will tell if it is dead.
         """
-        request = progress.next_attempt()
+        has_begun, request = progress.has_begun, progress.next_attempt()
         wait = _Wait()
         watch = self._pulse.watching(place.taken_by, wait.give_up)
         with watch if progress.attempt < MAX_ATTEMPTS else nullcontext():
-            messages, message = await self._begin(request, place, wait, progress.attempt > 1)
+            messages, message = await self._begin(request, place, wait, has_begun)
             try:
                 while message is not None:
                     for output in message:
@@ -216,7 +232,10 @@ class ReplicaBackend:
                 while True:
                     messages = self._generate.remote(request, place=place)
                     try:
-                        return messages, await wait.next(messages)
+                        message = await wait.next(messages)
+                        if not _is_full(message):
+                            return messages, message
+                        _cancel(messages)
                     except BaseException as exc:
                         _cancel(messages)
                         if not (insist and isinstance(exc, BackPressureError)):
@@ -256,6 +275,15 @@ class _Wait:
             raise _Lost(f"{type(exc).__name__}: {exc}") from exc
         finally:
             self._timeout = None
+
+
+def _is_full(message: list[RequestOutput] | None) -> bool:
+    """Whether others had taken a replica's last place when the request came there."""
+    return any(output.error_code is ErrorCode.OVERLOADED for output in message or ())
+
+
+def _num_ids(outputs: list[RequestOutput]) -> int:
+    return sum(len(output.new_token_ids) for output in outputs)
 
 
 def _cancel(messages: Any) -> None:

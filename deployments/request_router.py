@@ -16,6 +16,8 @@ import asyncio
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -26,22 +28,59 @@ from deployments.placement.view import Place
 _COMPARED = 8
 """Of many homes, as the base model has, the least loaded of so many is good enough."""
 
+_REQUEST = "generate"
+"""The method that takes a place until its answer has ended. All others are control calls."""
+
+
+class _Replica(RunningReplica):
+    """One whose load is compared with the places for requests alone."""
+
+    control_places = 0
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """How many requests it takes at once."""
+        return int(super().max_ongoing_requests) - self.control_places
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A request in its adapter's line.
+
+    late_at  when it may spill;  news  its part in the line may be another now
+    """
+
+    late_at: float
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
 
 class PlacementRequestRouter(RequestRouter):
     """Reads `place=` (a `Place`) of the call and the seat that each replica told Serve when it
     became ready. A call that spills over is told so: `spilled=True`.
 
-    spill_after_s  how long a request waits for full homes before its spill seat may take it
+    spill_after_s   how long a request waits for full homes before its spill seat may take it
+    control_places  of each replica's `max_ongoing_requests`, those that no request takes: other
+                    calls go to the first home that answers, full or not
     """
 
-    def initialize_state(self, spill_after_s: float = 0.25, **_: Any) -> None:
+    def initialize_state(
+        self, spill_after_s: float = 0.25, control_places: int = 0, **_: Any
+    ) -> None:
         self._spill_after_s = spill_after_s
+        self._control_places = control_places
         self._by_seat: dict[str, RunningReplica] = {}
         self._first_seats: dict[str, str] = {}  # what was worked out for these seats
         self._rotation = 0
-        # Of each adapter's waiting requests only the first asks its full homes again and again: a
-        # flood costs no more calls than one request, nor does it keep other adapters' out.
-        self._lines: dict[str, deque[asyncio.Event]] = {}
+        # Of each adapter's waiting requests only the first asks its full homes again and again, and
+        # only one asks the spill seat: a flood costs no more calls than two requests, nor does it
+        # keep other adapters' out.
+        self._lines: dict[str, deque[_Waiter]] = {}
+
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        """Serve's hook for each replica that it tells of."""
+        replica = _Replica(replica_info)
+        replica.control_places = self._control_places
+        return replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's news: replicas that came, went, or have new routing stats."""
@@ -67,21 +106,25 @@ class PlacementRequestRouter(RequestRouter):
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         place = pending_request.kwargs.get("place")
+        if pending_request.metadata.call_method != _REQUEST:
+            return await self._choose_for_control(place, is_retry)
         pending_request.kwargs.pop("spilled", None)  # of a try that the replica rejected
         name = place.adapter_id if place is not None else ""
-        line, turn = self._lines.setdefault(name, deque()), asyncio.Event()
-        if is_retry:
-            line.appendleft(turn)
+        may_spill = place is not None and place.adapter_id and place.may_spill
+        late_at = pending_request.created_at + self._spill_after_s if may_spill else float("inf")
+        line, me = self._lines.setdefault(name, deque()), _Waiter(late_at)
+        if is_retry or (place is not None and place.taken_by):  # it has had its turn before
+            line.appendleft(me)
         else:
-            line.append(turn)
-        line[0].set()
+            line.append(me)
         try:
-            chosen = await self._choose_in_turn(pending_request, place, turn)
+            chosen = await self._choose_in_turn(pending_request, place, line, me)
         finally:
-            line.remove(turn)
-            if line:
-                line[0].set()
-            else:
+            line.remove(me)
+            for waiter in (line[0], _spiller(line)) if line else ():
+                if waiter is not None:
+                    waiter.news.set()
+            if not line:
                 self._lines.pop(name, None)
         if place is not None:
             # The caller, who is in this process, asks from now on whether it lives: one that stands
@@ -89,16 +132,38 @@ class PlacementRequestRouter(RequestRouter):
             place.taken_by.append(chosen.replica_id.to_full_id_str())
         return chosen
 
+    async def _choose_for_control(self, place: Place | None, is_retry: bool) -> RunningReplica:
+        """The home, or the least loaded one that answers: one that is full is the one to talk
+        to."""
+        attempt = int(is_retry)  # it is dead, or even the places beside the requests' are taken
+        while True:
+            if attempt:
+                await self._backoff(attempt - 1)
+            homes = self._homes(place)[:_COMPARED]
+            if len(homes) == 1:
+                return homes[0]
+            found = await self._probe_queue_lens(homes, attempt)
+            answered = [(load, replica) for replica, load in found if load is not None]
+            if answered:
+                return min(answered, key=lambda pair: pair[0])[1]
+            attempt += 1
+
     async def _choose_in_turn(
-        self, pending_request: PendingRequest, place: Place | None, turn: asyncio.Event
+        self,
+        pending_request: PendingRequest,
+        place: Place | None,
+        line: "deque[_Waiter]",
+        me: "_Waiter",
     ) -> RunningReplica:
         attempt = 0
         while True:
             while not self._replicas:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
+            me.news.clear()
+            is_first, is_spiller = line[0] is me, _spiller(line) is me
             homes = self._homes(place)
-            if turn.is_set():
+            if is_first:
                 few = homes[:_COMPARED]
                 chosen = await self._select_from_candidate_replicas(few, attempt) if few else None
                 if chosen is None and len(few) < len(homes):
@@ -107,20 +172,20 @@ class PlacementRequestRouter(RequestRouter):
                     chosen = await self._select_if_it_answers(self._homes(place, ()), attempt)
                 if chosen is not None:
                     return chosen
-            early_s = pending_request.created_at + self._spill_after_s - time.time()
-            if early_s <= 0:
+            if is_spiller:
                 spill = self._spill(place, homes)
                 chosen = await self._select_from_candidate_replicas(spill, attempt)
                 if chosen is not None:
                     pending_request.kwargs["spilled"] = True
                     return chosen
-            if turn.is_set():
+            if is_first or is_spiller:
                 await self._backoff(attempt)
                 attempt += 1
             else:
+                early_s = me.late_at - time.time()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(early_s if early_s > 0 else self.max_backoff_s):
-                        await turn.wait()
+                    async with asyncio.timeout(early_s if 0 < early_s < float("inf") else None):
+                        await me.news.wait()
 
     async def _select_if_it_answers(
         self, replicas: list[RunningReplica], attempt: int
@@ -189,6 +254,15 @@ class PlacementRequestRouter(RequestRouter):
         stats = replica.routing_stats
         takes = place.adapter_id in stats.get("resident", ()) or stats.get("free_slots", 0) > 0
         return [replica] if takes else []
+
+
+def _spiller(line: "deque[_Waiter]") -> _Waiter | None:
+    """Who asks the spill seat: the first of those that are late. The one that asks the homes is the
+    last to do that as well, for one of them may keep it waiting."""
+    now = time.time()
+    late = islice((waiter for waiter in line if waiter.late_at <= now), 2)
+    first, second = next(late, None), next(late, None)
+    return second if first is line[0] and second is not None else first
 
 
 def _is_among(replica: RunningReplica, names: tuple[str, ...]) -> bool:

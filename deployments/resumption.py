@@ -17,13 +17,14 @@ from uuid import UUID, uuid4
 from deployments.admission import Job
 from deployments.api_errors import ApiError
 from deployments.streaming import Writer
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 
 MAX_CHOICES = 16
 """A stream of more choices has no cursors: they would be larger than its chunks."""
 
 _HEAD = struct.Struct("<16sQ")  # the answer's id, when it was begun
-_CHOICE = struct.Struct("<HII?8s")  # index, characters, log-probabilities, has it ended, hash
+_CHOICE = struct.Struct("<HIII?8s")  # index, characters of text and reasoning, log-probabilities,
+# has it ended, hash
 _MAC_BYTES = 16
 
 
@@ -32,6 +33,7 @@ class _Delivered:
     """What the client has of one choice."""
 
     chars: int = 0
+    reasoning: int = 0  # characters
     logprobs: int = 0
     has_ended: bool = False
     digest: bytes = b""
@@ -48,13 +50,13 @@ class Resumption:
     def __init__(
         self, secret: bytes, tenant_id: str, path: str, body: bytes, cursor: str | None
     ) -> None:
-        key = sha256(b"cursors of streams\0" + secret).digest()
+        key = sha256(b"cursors of streams, 2\0" + secret).digest()
         self._mac = blake2b(key=key, digest_size=_MAC_BYTES)
         for part in (tenant_id.encode(), path.encode(), body):
             self._mac.update(sha256(part).digest())
         self._goals: dict[int, _Delivered] = {}
         self._now: dict[int, _Delivered] = {}
-        self._texts: dict[int, blake2b] = {}
+        self._texts: dict[tuple[int, bool], blake2b] = {}  # by choice, of its reasoning or not
         self.answer_id, self.created = uuid4().hex, int(time.time())
         self.has_begun = cursor is not None
         self._has_ids = True
@@ -92,9 +94,11 @@ class Resumption:
         """The output in what the client has and what it lacks."""
         now = self._now.setdefault(index, _Delivered())
         chars, logprobs = goal.chars - now.chars, goal.logprobs - now.logprobs
+        reasoning = goal.reasoning - now.reasoning
         old = replace(
             output,
             text=output.text[:chars],
+            reasoning=output.reasoning[:reasoning],
             token_ids=output.token_ids[:logprobs],
             logprobs=output.logprobs[:logprobs],
             finish_reason=None,
@@ -104,16 +108,21 @@ class Resumption:
         new = replace(
             output,
             text=output.text[chars:],
+            reasoning=output.reasoning[reasoning:],
             token_ids=output.token_ids[logprobs:] if output.logprobs else output.token_ids,
             logprobs=output.logprobs[logprobs:],
         )
-        is_there = now.chars == goal.chars and now.logprobs == goal.logprobs
+        is_there = (now.chars, now.reasoning, now.logprobs) == (
+            goal.chars,
+            goal.reasoning,
+            goal.logprobs,
+        )
         if is_there and now.digest != goal.digest:
             raise _another_answer()
         if output.finish_reason is not None and not is_there:
             raise _another_answer()
         if is_there and goal.has_ended:
-            if new.text or new.logprobs:
+            if new.text or new.reasoning or new.logprobs:
                 raise _another_answer()
             if output.finish_reason is not None:
                 now.has_ended = True
@@ -124,17 +133,22 @@ class Resumption:
 
     def _advance(self, index: int, output: TextOutput) -> None:
         now = self._now.setdefault(index, _Delivered())
-        text = self._texts.setdefault(index, blake2b(digest_size=8))
-        text.update(output.text.encode("utf-8", "surrogatepass"))
+        digests = []
+        for is_reasoning, text in ((False, output.text), (True, output.reasoning)):
+            key = index, is_reasoning
+            told = self._texts.setdefault(key, blake2b(digest_size=8, person=b"r" * is_reasoning))
+            told.update(text.encode("utf-8", "surrogatepass"))
+            digests.append(told.digest())
         now.chars += len(output.text)
+        now.reasoning += len(output.reasoning)
         now.logprobs += len(output.logprobs)
         now.has_ended = output.finish_reason is not None
-        now.digest = text.digest()
+        now.digest = bytes(a ^ b for a, b in zip(*digests, strict=True))
 
     def _cursor(self) -> bytes:
         has = self._now | self._goals  # of a choice that is not there yet again it has more
         choices = [
-            _CHOICE.pack(index, of.chars, of.logprobs, of.has_ended, of.digest)
+            _CHOICE.pack(index, of.chars, of.reasoning, of.logprobs, of.has_ended, of.digest)
             for index, of in has.items()
         ]
         payload = self._head + b"".join(choices)

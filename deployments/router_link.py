@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api_errors import ApiError
 from deployments.frontend import Frontend
-from deployments.metrics import Outbox
+from deployments.metrics import LAST_WORDS_S, Outbox
 from deployments.placement.view import MapUpdate, MapWanted
 from deployments.tenant_labels import LabelledTenants
 from deployments.turns import take_turns
@@ -69,6 +69,13 @@ class RouterLink:
             await self._router.adopt.remote(placement)
         elif news is not None and (news.since is None or news.since == frontend.placement.version):
             frontend.placement = frontend.placement.apply(news)
+
+    async def close(self) -> None:
+        """Send what was counted since the last sync, if the router answers now."""
+        with suppress(Exception):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self.sync()  # perhaps one that was under way
+                await self.sync()
 
     async def metrics(self) -> bytes:
         """Errors: ApiError 503 while the router does not answer."""

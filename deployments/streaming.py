@@ -6,12 +6,13 @@ No HTTP machinery, and no tokenizing of prompts.
 import asyncio
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deployments.answer_logprobs import LogprobSpeller, PromptEntries, PromptPart
+from deployments.answer_logprobs import LogprobSpeller, PromptEntries, PromptPart, TextSoFar
 from deployments.api_errors import ApiError
 from deployments.openai_schema import (
     ChatAnswer,
@@ -22,15 +23,19 @@ from deployments.openai_schema import (
     CompletionChoice,
     CompletionLogprobs,
     PromptDetails,
+    ReasonedMessage,
     Usage,
 )
 from model_runner.request import TokenLogprobs
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 from model_runner.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: readers of server-sent events pass it over, proxies see that the stream lives."""
+
+_LONG_CHARS = 1 << 18
+"""Of an answer: so many are written in 1 to 6 ms."""
 
 
 @dataclass
@@ -68,6 +73,7 @@ class _Choice:
     """One choice of a whole answer as it grows."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -76,6 +82,7 @@ class _Choice:
 
     def add(self, output: TextOutput) -> None:
         self.text.append(output.text)
+        self.reasoning.append(output.reasoning)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
@@ -115,6 +122,16 @@ class Writer:
     def collect(self, index: int, output: TextOutput) -> None:
         """Keep an output for `whole`."""
         self._choices.setdefault(index, _Choice()).add(output)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether `whole` keeps its thread for so long that others would notice."""
+        if self._logprobs or self._part.num_told is not None:
+            return True  # several entries for each token: seconds, much memory
+        num_chars = sum(map(len, self._part.texts)) * self._part.num_choices
+        for choice in self._choices.values():
+            num_chars += sum(map(len, choice.text)) + sum(map(len, choice.reasoning))
+        return num_chars > _LONG_CHARS
 
     def whole(self) -> bytes:
         """The answer of a request that is not streamed, as JSON."""
@@ -173,13 +190,14 @@ class ChatWriter(Writer):
     ) -> None:
         super().__init__(answer_id, model, tokenizer, logprobs, include_usage, part)
         self._begun: set[int] = set()
+        self._spelled: defaultdict[int, TextSoFar] = defaultdict(TextSoFar)
 
     def whole(self) -> bytes:
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage(content="".join(choice.text)),
-                logprobs=self._lines(choice.token_ids, choice.logprobs),
+                message=_message("".join(choice.text), "".join(choice.reasoning)),
+                logprobs=self._lines(index, choice.token_ids, choice.logprobs),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
             )
@@ -202,7 +220,9 @@ class ChatWriter(Writer):
             delta = {"role": "assistant", "content": ""}
         if output.text:
             delta["content"] = output.text
-        lines = self._lines(output.token_ids, output.logprobs)
+        if output.reasoning:
+            delta |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
+        lines = self._lines(index, output.token_ids, output.logprobs)
         if not delta and not output.finish_reason and not (lines and lines.content):
             return b""
         choice: dict[str, Any] = {
@@ -216,9 +236,11 @@ class ChatWriter(Writer):
         return self._event([choice])
 
     def _lines(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> ChatLogprobs | None:
-        return self._speller.chat(token_ids, logprobs) if self._logprobs else None
+        if not self._logprobs:
+            return None
+        return self._speller.chat(token_ids, logprobs, self._spelled[index])
 
 
 class CompletionWriter(Writer):
@@ -237,7 +259,7 @@ class CompletionWriter(Writer):
         part: PromptPart,
     ) -> None:
         super().__init__(answer_id, model, tokenizer, logprobs, include_usage, part)
-        self._offsets: dict[int, int] = {}
+        self._spelled: dict[int, TextSoFar] = {}
 
     def whole(self) -> bytes:
         choices = [
@@ -262,9 +284,8 @@ class CompletionWriter(Writer):
 
     def chunk(self, index: int, output: TextOutput) -> bytes:
         text = output.text
-        if index not in self._offsets:
+        if index not in self._spelled:
             text = self._echo(index) + text
-            self._offsets[index] = 0
         lines = self._lines(index, output.token_ids, output.logprobs)
         if not text and not output.finish_reason and not (lines and lines.tokens):
             return b""
@@ -281,12 +302,11 @@ class CompletionWriter(Writer):
     def _lines(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> CompletionLogprobs | None:
+        if index not in self._spelled:
+            self._spelled[index] = self._speller.after(self._prompt(index))
         if not self._logprobs:
             return None
-        lines, self._offsets[index] = self._speller.completion(
-            token_ids, logprobs, self._offsets.get(index, 0)
-        )
-        return lines
+        return self._speller.completion(token_ids, logprobs, self._spelled[index])
 
     def _all_lines(self, index: int, choice: _Choice) -> CompletionLogprobs | None:
         """Of a whole answer, its echo too."""
@@ -295,12 +315,20 @@ class CompletionWriter(Writer):
             return self._lines(index, choice.token_ids, choice.logprobs)
         top = part.num_echoed
         told = [replace(e, top=e.top[:top]) for e in self._prompt_logprobs(index)]
-        ids = (*part.token_ids[index // part.num_choices], *choice.token_ids)
-        lines, _ = self._speller.completion(ids, [None, *told, *choice.logprobs])
-        return lines
+        ids = (*self._prompt(index), *choice.token_ids)
+        return self._speller.completion(ids, [None, *told, *choice.logprobs], TextSoFar())
+
+    def _prompt(self, index: int) -> tuple[int, ...]:
+        return self._part.token_ids[index // self._part.num_choices]
 
     def _echo(self, index: int) -> str:
         return self._part.texts[index // self._part.num_choices] if self._part.texts else ""
+
+
+def _message(content: str, reasoning: str) -> ChatMessage:
+    if not reasoning:
+        return ChatMessage(content=content)
+    return ReasonedMessage(content=content, reasoning_content=reasoning, reasoning=reasoning)
 
 
 def sse(value: dict[str, Any]) -> bytes:

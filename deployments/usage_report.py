@@ -2,7 +2,8 @@
 
     python -m deployments.usage_report --config FILE [--day 2026-01-31]
 
-prints one line of JSON a tenant. Not here: prices.
+prints one line of JSON a tenant. A request counts to the day (UTC) that it began on, whole, over
+all its connections: days add up to what all records come to. Not here: prices.
 """
 
 import argparse
@@ -17,21 +18,50 @@ from deployments.usage import RUNNING, UsageRecord
 from deployments.usage_store import StoreError, UsageStore, open_store
 
 SUMS = ("prompt", "cached", "billed", "delivered", "discarded", "recomputed")
+_MAX_GAP_DAYS = 2
+"""A request that writes nothing for so many days is over: while it runs it writes all the time."""
+
 _FIELDS = {field.name for field in fields(UsageRecord)}
 
 
 def read_records(store: UsageStore, day: str = "") -> Iterator[UsageRecord]:
-    """All records, or those of requests that started on a day (UTC).
+    """All records, or those of requests that began on a day (UTC).
 
-    Records lie under the day of their writing: of one day, the next one's are read too, for what
-    ran over midnight. Errors: StoreError, also for an object that is no list of records.
+    Errors: StoreError, also for an object that is no list of records; ValueError for no day.
     """
-    days = [day, str(date.fromisoformat(day) + timedelta(days=1))] if day else [""]
-    for prefix in days:
-        for name in store.names(prefix):
-            for record in _parse(name, store.read(name)):
-                if record.started.startswith(day):
-                    yield record
+    yield from _records_under(store, "") if not day else _begun_on(store, date.fromisoformat(day))
+
+
+def _begun_on(store: UsageStore, day: date) -> list[UsageRecord]:
+    """Records lie under the day of their writing, so those of other days are read too: of the day
+    before, when what was asked for again had begun; and of later ones, for as long as there is
+    something of that day's requests in them, with a gap at most."""
+    records = [*_records_under(store, _name(day, -1)), *_records_under(store, str(day))]
+    later = gap = 0
+    while gap < _MAX_GAP_DAYS:
+        later += 1
+        found = list(_records_under(store, _name(day, later)))
+        records += found
+        ours = _requests_of(day, records)
+        gap = 0 if any(record.request in ours for record in found) else gap + 1
+    return [record for record in records if record.request in ours]
+
+
+def _requests_of(day: date, records: Iterable[UsageRecord]) -> set[str]:
+    """Those whose first record says that they began on this day."""
+    began: dict[str, str] = {}
+    for record in records:
+        began[record.request] = min(record.started, began.get(record.request, record.started))
+    return {request for request, started in began.items() if started.startswith(str(day))}
+
+
+def _records_under(store: UsageStore, prefix: str) -> Iterator[UsageRecord]:
+    for name in store.names(prefix):
+        yield from _parse(name, store.read(name))
+
+
+def _name(day: date, later: int) -> str:
+    return str(day + timedelta(days=later))
 
 
 def settle(records: Iterable[UsageRecord]) -> list[UsageRecord]:
@@ -86,7 +116,7 @@ def _parse(name: str, body: bytes) -> Iterator[UsageRecord]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deployments.usage_report", description=__doc__)
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="the service's file")
-    parser.add_argument("--day", default="", help="requests that started on this day, UTC")
+    parser.add_argument("--day", default="", help="requests that began on this day, UTC")
     given = parser.parse_args(arguments)
     try:
         config = load_config(given.config)
@@ -94,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"{given.config}: usage.root is empty: there are no records")
         store = open_store(config.usage.root, config.usage_s3().options())
         totals = sum_by_tenant(read_records(store, given.day))
-    except (ConfigError, StoreError, ValueError) as exc:
+    except (ConfigError, StoreError, ValueError, OverflowError) as exc:
         print(exc, file=sys.stderr)
         return 1
     for tenant, sums in sorted(totals.items()):

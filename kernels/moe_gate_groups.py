@@ -40,7 +40,9 @@ def moe_gate_groups(
 
     Shapes:  logits [T, E];  bias [E] fp32 or None: added to the scores for the order alone
              ->  weights [T, K] fp32, ids [T, K] int32, best first
-    Ties go to the lower id, of groups too. A NaN logit counts as minus infinity in the order.
+    Where the order is that of the logits (sigmoid, no bias, all groups open), they decide: sigmoids
+    of large logits are equal in fp32. Ties go to the lower id, of groups too. A NaN logit counts as
+    minus infinity in the order.
     Errors:  ValueError unless the open groups hold top_k experts and groups are equal.
     Cost:    reads the logits once.
     Source:  DeepSeek-V2, arXiv 2405.04434 (2.1.2); DeepSeek-V3, arXiv 2412.19437 (2.1.2).
@@ -79,6 +81,8 @@ def moe_gate_groups_reference(
     x = logits.float()
     scores = x.sigmoid() if rule.sigmoid else x.softmax(-1)  # [T, E]
     order = scores if bias is None else scores + bias
+    if _follows_logits(bias, rule):
+        order = x
     order = torch.nan_to_num(order, nan=float("-inf"))
     if rule.num_groups > rule.top_groups:
         grouped = order.view(len(x), rule.num_groups, -1)  # [T, G, P]
@@ -91,6 +95,10 @@ def moe_gate_groups_reference(
     if rule.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * rule.scaling, ids.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _follows_logits(bias: Tensor | None, rule: GateRule) -> bool:
+    return rule.sigmoid and bias is None and rule.num_groups <= rule.top_groups
 
 
 @triton.jit
@@ -123,6 +131,8 @@ def _gate_groups_kernel(
         scores = tl.where(live, tl.exp(x - top), 0.0)
         scores = scores / tl.sum(tl.sum(scores, 1), 0)
     order = scores
+    if SIGMOID and not BIAS and G <= TOP_GROUPS:
+        order = x
     if BIAS:
         order += tl.load(bias_ptr + expert, mask=live, other=0.0).to(tl.float32)
     order = tl.where(live & (order == order), order, low)
@@ -161,15 +171,23 @@ LLAMA4 = GateRule(True)
 
 def _cases() -> Iterator[Case]:
     def case(
-        name: str, tokens: int, experts: int, top_k: int, rule: GateRule, bias: bool, small: bool
+        name: str,
+        tokens: int,
+        experts: int,
+        top_k: int,
+        rule: GateRule,
+        bias: bool,
+        small: bool,
+        least: float | None = None,
     ) -> Case:
         def make(device: str, dtype: torch.dtype, seed: int) -> Inputs:
             g = torch.Generator().manual_seed(seed)
             # Distinct values: a tie in one dtype and none in another would change the order.
             x = torch.rand(tokens, experts, generator=g).argsort(-1).float() / 16  # [T, E]
+            x = x - x.mean() if least is None else least + 16 * x
             shift = torch.randn(experts, generator=g) / 8  # [E]
             return {
-                "logits": (x - x.mean()).to(device, dtype),
+                "logits": x.to(device, dtype),
                 "bias": shift.to(device) if bias else None,
                 "top_k": top_k,
                 "rule": rule,
@@ -180,6 +198,7 @@ def _cases() -> Iterator[Case]:
     yield case("odd", 5, 6, 2, GateRule(True, 3, 2, 2, True, 2.5), True, True)
     yield case("softmax_odd", 4, 12, 3, GateRule(False, 4, 2, 1, False, 2.0), False, True)
     yield case("one_group", 3, 5, 3, LLAMA4, False, True)
+    yield case("saturated", 3, 6, 2, LLAMA4, False, True, least=17.0)
     yield case("all_open", 3, 6, 6, GateRule(True, 2, 2, 1, True), True, True)
     yield case("one", 1, 1, 1, LLAMA4, False, True)
     yield case("v2", 9, 160, 6, V2, False, True)

@@ -5,6 +5,7 @@ Built in the order in which they take memory: weights, then adapters, then what 
 Not here: running them.
 """
 
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from model_runner.config import EngineConfig
 from model_runner.execution.checkpoint import RandomReader, SafetensorsReader
 from model_runner.execution.kv_cache import KvLayout, allocate_kv, page_bytes, plan_kv
 from model_runner.execution.runner import ModelRunner
-from model_runner.models.base import ModelConfig, read_json
+from model_runner.models.base import ModelConfig, ModelUnsupported, read_json
 from model_runner.models.decoder import Decoder
 from model_runner.models.registry import Family, find_family
 from model_runner.scheduling.page_pool import PagePool
@@ -32,6 +33,7 @@ from model_runner.scheduling.scheduler import Scheduler
 
 CPU_KV_BYTES, CPU_ARENA_BYTES, GPU_ARENA_BYTES = 256 << 20, 64 << 20, 8 << 30
 GPU_RESERVE = 0.10  # of the GPU's memory, kept for activations and graphs
+_log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 
 
@@ -66,10 +68,19 @@ def assemble(config: EngineConfig, s3: S3Options | None) -> Parts:
     on_cpu = device.type == "cpu"
     family, model_config = read_model_config(Path(config.model))
     dtype, weight_dtype = choose_dtypes(config, model_config, on_cpu)
+    if model_config.dtype == "float16" and weight_dtype is torch.bfloat16:
+        _log.warning("%s holds float16 and is served in bfloat16: 3 bits less", config.model)
     layout = plan_kv(model_config)
     size = page_bytes(model_config, layout, config.page_tokens, dtype)
     max_len = config.max_model_len or _most_tokens(config, layout, size, device)
-    max_len = min(max_len, model_config.max_positions)
+    if max_len > model_config.max_positions:
+        if config.max_model_len:
+            _log.warning(
+                "max_model_len is %d, and the model has %d positions: no sequence gets longer",
+                max_len,
+                model_config.max_positions,
+            )
+        max_len = model_config.max_positions
     with torch.inference_mode():
         model = family(model_config, _open_reader(config, device, weight_dtype), max_len)
     targets = assuming(model.lora_targets, config.assume_transformers)
@@ -140,7 +151,10 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
     """The family of a checkpoint folder and its configuration. Errors: ModelUnsupported."""
     raw = read_json(folder / "config.json")
     family = find_family(list(raw.get("architectures") or ()))
-    return family, family.read_config(raw, folder)
+    try:
+        return family, family.read_config(raw, folder)
+    except KeyError as error:
+        raise ModelUnsupported(f"{folder}/config.json: {error} is missing") from None
 
 
 def choose_dtypes(

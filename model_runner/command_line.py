@@ -1,8 +1,9 @@
-"""What the commands of `python -m model_runner` share: the options that describe an engine. Not
-here: any one command."""
+"""What the commands of `python -m model_runner` share: the options that describe an engine, the
+fields of their lines. Not here: any one command."""
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,27 @@ def read_config(args: argparse.Namespace, model: str, **defaults: Any) -> Engine
         return EngineConfig(**fields)
     except (ValueError, TypeError) as error:
         raise CommandError(f"{args.config or 'settings'}: {error}") from None
+
+
+def is_name(value: object) -> bool:
+    """Whether it can be a request's id: a string or an integer."""
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def read_name(message: Mapping[str, object]) -> str:
+    """The field `id` of a line. Errors: ValueError."""
+    name = message.get("id")
+    if not is_name(name):
+        raise ValueError(f"id must be a string or an integer, not {name!r:.60}")
+    return str(name)
+
+
+def read_ids(message: Mapping[str, object], field: str) -> tuple[int, ...]:
+    """A field of token ids. Errors: ValueError naming it."""
+    ids = message.get(field)
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(f"{field} must be a list of token ids, not {ids!r:.60}")
+    return tuple(ids)
 
 
 def read_adapters(text: str) -> dict[str, AdapterRef]:

@@ -6,7 +6,8 @@ OUT/<id>.safetensors holds `logits` float32 (tokens, vocabulary). With score_fro
 OUT/<id>.score.json holds instead "chosen" (the logit of
 input_ids[i + 1] at position i, for i = n .. len - 2) and "best" (the largest logit there), and no
 vocabulary-wide array is kept.
-OUT/<id>.error.txt says why a job was refused.
+OUT/<id>.error.txt says why a job was refused; a line that is none, or whose id names no file, ends
+the command before any has run.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from model_runner.command_line import (
     add_engine_options,
     read_adapters,
     read_config,
+    read_ids,
+    read_name,
 )
 from model_runner.config import EngineConfig
 from model_runner.engine import Engine
@@ -182,22 +185,33 @@ def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:
             continue
         try:
             raw = json.loads(line)
-            name, input_ids = str(raw["id"]), tuple(raw["input_ids"])
-        except (ValueError, KeyError, TypeError) as error:
+            if not isinstance(raw, dict) or "input_ids" not in raw:
+                raise ValueError(f"not {line!r:.60}")
+            name = read_name(raw)
+        except (ValueError, RecursionError) as error:
             raise CommandError(
                 f"{args.jobs}:{number}: a job is a JSON object with id and input_ids at least "
                 f"({type(error).__name__}: {error})"
             ) from None
-        if "/" in name or name in (".", ".."):
+        if not name.isprintable() or "/" in name or name in ("", ".", ".."):
             raise CommandError(f"{args.jobs}:{number}: id {name!r} is no file name")
-        adapter = raw.get("adapter")
-        ref = (
-            refs.get(adapter) or AdapterRef(str(adapter), str(adapter))
-            if adapter is not None
-            else None
-        )
-        model = raw.get("model") or args.model
-        if not model:
-            _refuse(out, name, "the job names no model and --model was not given")
-            continue
-        yield Job(name, model, ref, input_ids, raw.get("score_from"))
+        try:
+            yield _read_job(raw, name, args.model, refs)
+        except ValueError as error:
+            _refuse(out, name, str(error))
+
+
+def _read_job(raw: dict[str, Any], name: str, model: str, refs: dict[str, AdapterRef]) -> Job:
+    """Errors: ValueError naming the field that is at fault."""
+    for field_name in ("model", "adapter"):
+        value = raw.get(field_name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{field_name} must be a string or null, not {value!r:.60}")
+    score_from, adapter = raw.get("score_from"), raw.get("adapter")
+    if score_from is not None and (type(score_from) is not int or score_from < 0):
+        raise ValueError(f"score_from must be an integer >= 0, not {score_from!r:.60}")
+    model = raw.get("model") or model
+    if not model:
+        raise ValueError("the job names no model and --model was not given")
+    ref = None if adapter is None else refs.get(adapter) or AdapterRef(adapter, adapter)
+    return Job(name, model, ref, read_ids(raw, "input_ids"), score_from)

@@ -115,6 +115,7 @@ class SamplingParams:
                 self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
                 "a 64-bit integer",
             ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 0, "an integer >= 0"),
             ("min_tokens", _is_int(self.min_tokens) and self.min_tokens >= 0, "an integer >= 0"),
             (

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -23,7 +24,14 @@ from typing import IO, Any
 
 from adapter_store.ref import AdapterRef
 from kernels.op import use_reference_kernels
-from model_runner.command_line import add_engine_options, read_adapters, read_config
+from model_runner.command_line import (
+    add_engine_options,
+    is_name,
+    read_adapters,
+    read_config,
+    read_ids,
+    read_name,
+)
 from model_runner.engine import Engine
 from model_runner.request import Request, RequestOutput, SamplingParams
 
@@ -44,6 +52,7 @@ SAMPLING_FIELDS = (
 )
 IDLE_WAIT_S = 0.2
 LOAD_POLL_S = 0.001
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -113,6 +122,7 @@ def _serve(
 
 def _handle(engine: Engine, refs: dict[str, AdapterRef], line: str) -> list[dict[str, Any]] | None:
     """Act on one line; what to answer at once, or None to quit."""
+    message: Any = None
     try:
         message = json.loads(line)
         if not isinstance(message, dict):
@@ -126,17 +136,17 @@ def _handle(engine: Engine, refs: dict[str, AdapterRef], line: str) -> list[dict
             stats["resident"] = [str(ref["adapter_id"]) for ref in stats["resident"]]
             return [{"stats": stats}]
         if command == "abort":
-            engine.abort(str(message["id"]))
+            engine.abort(read_name(message))
             return []
         if command is not None:
             raise ValueError(f"unknown cmd {command!r}")
         engine.submit(_read_request(message, refs))
         return []
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        name = message.get("id") if isinstance(locals().get("message"), dict) else None
+        name = message.get("id") if isinstance(message, dict) else None
         return [
             {
-                "id": name,
+                "id": name if is_name(name) else None,
                 "token_ids": [],
                 "finish_reason": "error",
                 "error": f"{type(error).__name__}: {error}",
@@ -145,19 +155,27 @@ def _handle(engine: Engine, refs: dict[str, AdapterRef], line: str) -> list[dict
 
 
 def _read_request(message: dict[str, Any], refs: dict[str, AdapterRef]) -> Request:
-    adapter = message.get("adapter")
+    request_id, adapter = read_name(message), message.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise ValueError(f"adapter must be a name or null, not {adapter!r:.60}")
     if adapter is not None and adapter not in refs:
         raise ValueError(f"unknown adapter {adapter!r}")
     known = {"id", "adapter", "input_ids", "stop_ids", "logit_bias", *SAMPLING_FIELDS}
     if unknown := sorted(set(message) - known):
         raise ValueError(f"unknown fields {unknown}")
     fields = {name: message[name] for name in SAMPLING_FIELDS if message.get(name) is not None}
-    bias = tuple((int(key), by) for key, by in (message.get("logit_bias") or {}).items())
-    stop_ids = tuple(message.get("stop_ids") or ())
-    sampling = SamplingParams(**fields, stop_ids=stop_ids, logit_bias=bias)
+    bias = {} if message.get("logit_bias") is None else message["logit_bias"]
+    if not isinstance(bias, dict) or not all(_TOKEN_ID.fullmatch(key) for key in bias):
+        raise ValueError(f"logit_bias must be an object of token ids, not {bias!r:.60}")
+    stop_ids = () if message.get("stop_ids") is None else read_ids(message, "stop_ids")
+    sampling = SamplingParams(
+        **fields,
+        stop_ids=stop_ids,
+        logit_bias=tuple((int(key), by) for key, by in bias.items()),
+    )
     return Request(
-        request_id=str(message["id"]),
-        token_ids=tuple(message["input_ids"]),
+        request_id=request_id,
+        token_ids=read_ids(message, "input_ids"),
         sampling=sampling,
         adapter=refs[adapter] if adapter is not None else None,
     )

@@ -1,25 +1,25 @@
 """`TextEngine`: the text of what an engine streams as ids, cut at stop strings.
 
 It stands in front of a local engine or a remote one. Not for chunks on a wire (the service's), nor
-for vocabularies (tokenizer.py), templates (chat_prompts.py) and stop strings (stop_strings.py). No
-torch.
+for the text of a sequence (sequence_text.py), vocabularies (tokenizer.py) and templates
+(chat_prompts.py). No torch.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 
 from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from model_runner.chat_prompts import ChatPrompts
+from model_runner.harmony import ChannelSplitter, find_marks
 from model_runner.request import (
-    ErrorCode,
-    FinishReason,
     Request,
     RequestOutput,
     SamplingParams,
-    TokenLogprobs,
 )
-from model_runner.stop_strings import StopMatcher, StopTable
+from model_runner.sequence_text import PlainReader, Reader, SequenceText, TextOutput
+from model_runner.stop_strings import StopTable
 from model_runner.template_sandbox import TemplateSandbox
 from model_runner.tokenizer import IncrementalDetokenizer, TemplateRefused, Tokenizer
 
@@ -31,33 +31,6 @@ UNMADE_IDS = (0,)
 """The prompt of such a request: it is never computed."""
 
 _MAX_REMADE = 3
-
-
-@dataclass(frozen=True)
-class TextOutput:
-    """News of one sequence of one request, as text. finish_reason is None until the last one.
-
-    text         what became certain: it lags behind token_ids while a character is incomplete or
-                 a stop string possible
-    stop_reason  the stop string that ended it, if one did
-    num_output_tokens  so far; at a stop string, up to the token that completed it
-    The other fields are those of `RequestOutput`.
-    """
-
-    request_id: str
-    index: int = 0
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
-    error_code: ErrorCode | None = None
-    error: str = ""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    extras: AdapterExtras | None = None
 
 
 class TextEngine:
@@ -78,8 +51,19 @@ class TextEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.chats = ChatPrompts(tokenizer, sandbox)
+        self._marks = find_marks(tokenizer)
         self._stream = stream
         self._abort = abort
+
+    def around(
+        self,
+        stream: Callable[[Request], AsyncIterator[RequestOutput]],
+        abort: Callable[[str, int], Awaitable[None] | None],
+    ) -> "TextEngine":
+        """The same, with all that is known of adapters, around another stream."""
+        other = copy(self)
+        other._stream, other._abort = stream, abort
+        return other
 
     async def stream(
         self,
@@ -87,6 +71,7 @@ class TextEngine:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         remake: Remake | None = None,
+        is_chat: bool = False,
     ) -> AsyncGenerator[TextOutput, None]:
         """The request's outputs as text, cut at the first stop string (kept if include_stop).
 
@@ -97,12 +82,15 @@ class TextEngine:
 
         remake  makes the request anew for the extras that its adapter turns out to bring, which
                 is done before any output is given; None: that is an error output
+        is_chat the answer is a text of its own, and its channels are told apart where the tokens
+                for them are known; else it goes on with the prompt's text (a word's first token
+                brings its space)
         Errors:  ValueError for an empty stop string, before anything is submitted; those of remake.
         """
         table = StopTable(stop) if stop else None
         for num_left in range(_MAX_REMADE if remake is not None else 0, -1, -1):
             extras, has_begun = None, False
-            async with aclosing(self._run(request, table, include_stop)) as outputs:
+            async with aclosing(self._run(request, table, include_stop, is_chat)) as outputs:
                 async for output in outputs:
                     if not has_begun and output.extras is not None and num_left:
                         extras = output.extras
@@ -145,7 +133,7 @@ class TextEngine:
             # What is known of the adapter may not be true any more: the engine will tell.
             self.chats.forget(request.adapter)
             made = replace(request, token_ids=UNMADE_IDS, extras_key=UNKNOWN_KEY)
-        async with aclosing(self.stream(made, stop, include_stop, make)) as outputs:
+        async with aclosing(self.stream(made, stop, include_stop, make, True)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -177,11 +165,13 @@ class TextEngine:
             self.chats.remember(adapter, extras)
 
     async def _run(
-        self, request: Request, table: StopTable | None, include_stop: bool
+        self, request: Request, table: StopTable | None, include_stop: bool, is_chat: bool
     ) -> AsyncGenerator[TextOutput, None]:
         """One run of a request, see `stream`."""
-        n = request.sampling.n
-        running = {i: _SequenceText(self.tokenizer, request, table, include_stop) for i in range(n)}
+        running = {
+            index: SequenceText(self._reader(request, is_chat), request, index, table, include_stop)
+            for index in request.indices
+        }
         outputs = self._stream(request)
         try:
             async for output in outputs:
@@ -205,17 +195,25 @@ class TextEngine:
         finally:
             await _close(outputs)
 
+    def _reader(self, request: Request, is_chat: bool) -> Reader:
+        """What one of its sequences is read with."""
+        if is_chat and self._marks is not None:
+            return ChannelSplitter(self.tokenizer, self._marks, request.token_ids)
+        before = () if is_chat else request.token_ids
+        return PlainReader(IncrementalDetokenizer(self.tokenizer, before))
+
     async def complete(
         self, request: Request, stop: Sequence[str] = (), include_stop: bool = False
     ) -> list[TextOutput]:
         """`stream` to its end: one output for each sequence, with all its text and tokens."""
-        pieces: dict[int, list[TextOutput]] = {i: [] for i in range(request.sampling.n)}
+        pieces: dict[int, list[TextOutput]] = {i: [] for i in request.indices}
         async for output in self.stream(request, stop, include_stop):
             pieces[output.index].append(output)
         return [
             replace(
                 parts[-1],
                 text="".join(part.text for part in parts),
+                reasoning="".join(part.reasoning for part in parts),
                 token_ids=tuple(i for part in parts for i in part.token_ids),
                 logprobs=tuple(entry for part in parts for entry in part.logprobs),
                 prompt_logprobs=tuple(e for part in parts for e in part.prompt_logprobs),
@@ -228,97 +226,6 @@ class TextEngine:
             waiting = self._abort(request_id, index)
             if waiting is not None:
                 await waiting
-
-
-class _SequenceText:
-    """The text of one sequence so far."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, request: Request, table: StopTable | None, include_stop: bool
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._matcher = None if table is None else StopMatcher(table)
-        self._include_stop = include_stop
-        self._stop_ids = frozenset(request.sampling.stop_ids)
-        self._min_tokens = request.sampling.min_tokens
-        self._num_tokens = 0
-        self._last: RequestOutput | None = None
-
-    def read(self, output: RequestOutput) -> TextOutput:
-        """The output as text. Token by token, so that it does not matter how many come at once."""
-        self._last = output
-        ids = output.new_token_ids
-        text: list[str] = []
-        for position, token_id in enumerate(ids):
-            self._num_tokens += 1
-            is_last = output.finish_reason is FinishReason.STOP and position == len(ids) - 1
-            if is_last and token_id in self._stop_ids and not self._include_stop:
-                break
-            text.append(self._cut(self._detokenizer.push((token_id,))))
-            if self._matched:
-                return self._stopped(output, text, position + 1)
-        if output.finish_reason is not None:
-            text.append(self._cut(self._detokenizer.flush()))
-            if self._matched:
-                return self._stopped(output, text, len(ids))
-            if self._matcher is not None:
-                text.append(self._matcher.flush())
-        return _as_text(output, "".join(text))
-
-    def broken(self, empty: RequestOutput) -> TextOutput:
-        """The last output of a sequence whose stream ended without one."""
-        last = replace(
-            self._last or empty,
-            new_token_ids=(),
-            logprobs=(),
-            prompt_logprobs=(),
-            finish_reason=FinishReason.ERROR,
-            error_code=ErrorCode.ENGINE_DEAD,
-            error="the engine's stream ended before the answer did",
-        )
-        return self.read(last)
-
-    @property
-    def _matched(self) -> str | None:
-        return None if self._matcher is None else self._matcher.matched
-
-    def _cut(self, piece: str) -> str:
-        if self._matcher is None:
-            return piece
-        return self._matcher.push(piece, accept=self._num_tokens >= self._min_tokens)
-
-    def _stopped(self, output: RequestOutput, text: list[str], num_read: int) -> TextOutput:
-        """Ends at the token that completed the stop string, as if the others had not come."""
-        if self._include_stop:
-            text.append(self._matched or "")
-        cut = replace(
-            output,
-            new_token_ids=output.new_token_ids[:num_read],
-            logprobs=output.logprobs[:num_read],
-            finish_reason=FinishReason.STOP,
-            error_code=None,
-            error="",
-            num_output_tokens=output.num_output_tokens - (len(output.new_token_ids) - num_read),
-        )
-        return replace(_as_text(cut, "".join(text)), stop_reason=self._matched)
-
-
-def _as_text(output: RequestOutput, text: str) -> TextOutput:
-    return TextOutput(
-        request_id=output.request_id,
-        index=output.index,
-        text=text,
-        token_ids=output.new_token_ids,
-        logprobs=output.logprobs,
-        finish_reason=output.finish_reason,
-        error_code=output.error_code,
-        error=output.error,
-        num_prompt_tokens=output.num_prompt_tokens,
-        num_cached_tokens=output.num_cached_tokens,
-        num_output_tokens=output.num_output_tokens,
-        prompt_logprobs=output.prompt_logprobs,
-        extras=output.extras,
-    )
 
 
 async def _close(outputs: AsyncIterator[RequestOutput]) -> None:

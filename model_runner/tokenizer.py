@@ -29,6 +29,7 @@ class Tokenizer:
     vocab_size         number of tokens, added ones too (a model may have more rows than that)
     eos_ids            ids that end an answer: of generation_config.json, config.json, the tokenizer
     has_chat_template  whether `encode_chat` can work
+    special_ids        tokens that are no text -> their ids
     special_tokens     names that templates know (`bos_token`) -> tokens
     Errors:  FileNotFoundError if `folder` is none; ValueError if it holds no fast tokenizer.
     """
@@ -53,7 +54,8 @@ class Tokenizer:
         named = self._front.special_tokens_map
         self.special_tokens = {role: t for role, t in named.items() if isinstance(t, str)}
         added = self._fast.get_added_tokens_decoder()
-        self._special: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        self._special: frozenset[int] = frozenset(self.special_ids.values())
         self.eos_ids: tuple[int, ...] = _eos_ids(path, self._front.eos_token_id)
         kinds = _decoder_kinds(self._fast.decoder)
         self._byte_level: bool = kinds == ["ByteLevel"]
@@ -62,6 +64,8 @@ class Tokenizer:
             ids = (self._fast.token_to_id(f"<0x{b:02X}>") for b in range(256))
             self._fallback_ids = frozenset(i for i in ids if i is not None)
         self._bytes: dict[int, bytes] = {}
+        # What a token means may depend on whether text stands before it: this one does.
+        self._anchor: tuple[int, ...] = () if self._byte_level else self._find_anchor()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text, with the model's own begin-of-text token where it has one.
@@ -99,31 +103,62 @@ class Tokenizer:
         """The text of these ids without special tokens; ids outside the vocabulary give nothing."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for: UTF-8, maybe part of a character; a special one's name."""
+    def text_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Their end, from the last token with text on: what decides how a text goes on after them.
+
+        [] if none of them has text, and where it decides nothing (byte-level vocabularies). A run
+        of single bytes ends with them: bytes that follow are characters of their own.
+        """
+        found: list[int] = []
+        for i in () if self._byte_level else reversed(token_ids):
+            if i in self._fallback_ids:
+                return [*self._anchor, *reversed(found)]
+            if i not in self._special and self._fast.id_to_token(i) is not None:
+                found.append(i)
+                if self.token_bytes(i):
+                    return found[::-1]
+        return []
+
+    def token_bytes(self, token_id: int, begins: bool = False) -> bytes:
+        """What one token stands for: UTF-8, maybe part of a character; a special one's name.
+
+        begins  the text begins with it: the mark of a word (`\u2581`) is no space there
+        """
+        if begins and not self._byte_level:
+            return self._spell(token_id, ())
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._spell(token_id)
+            known = self._bytes[token_id] = self._spell(token_id, self._anchor)
         return known
 
-    def _spell(self, token_id: int) -> bytes:
+    def _spell(self, token_id: int, before: tuple[int, ...]) -> bytes:
         token = self._fast.id_to_token(token_id)
         if token is None:
             return b""
         if token_id in self._fallback_ids:
             return bytes((int(token[3:5], 16),))
         if not self._byte_level:
-            return str(self._fast.decode([token_id], skip_special_tokens=False)).encode()
+            if token_id in self._special:
+                return str(self._fast.decode([token_id], skip_special_tokens=False)).encode()
+            return self.decode((*before, token_id))[len(self.decode(before)) :].encode()
         if all(char in _BYTE_OF_CHAR for char in token):
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         return str(token).encode()
+
+    def _find_anchor(self) -> tuple[int, ...]:
+        """The first token with text, () if there is none."""
+        others = self._special | self._fallback_ids
+        ids = (i for i in range(self.vocab_size) if i not in others)
+        return next(((i,) for i in ids if self.decode((i,)).strip()), ())
 
 
 class IncrementalDetokenizer:
     """The text of one answer as its tokens come.
 
-    All pieces and the last `flush()` joined are exactly `decode` of all ids. A piece never holds a
-    replacement character for bytes that later tokens complete.
+    All pieces and the last `flush()` joined are exactly `decode` of all ids; of an answer that goes
+    on with the text of `before`, what `decode` of both adds to `decode` of that (bytes that it cuts
+    a character in are not joined with the answer's). A piece never holds a replacement character
+    for bytes that later tokens complete.
     Cost:  constant per token, amortised.
 
     Byte-level vocabularies feed their bytes to an incremental UTF-8 decoder. Others decode a window
@@ -132,11 +167,12 @@ class IncrementalDetokenizer:
     bad byte changes what the whole run decodes to.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window: list[int] = []  # tokens of the last piece, then those not given yet
-        self._num_given = 0  # of the window
+        # Tokens of the last piece, then those not given yet.
+        self._window: list[int] = tokenizer.text_end(before)
+        self._num_given = len(self._window)  # of the window
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make certain; "" while a character is incomplete."""

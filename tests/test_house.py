@@ -23,8 +23,9 @@ ROOMS = ("kernels", "adapter_store", "model_runner", "deployments")
 _SCHEDULING = "adapter_store.ref model_runner.request model_runner.config model_runner.stats"
 _FACE = (
     "adapter_store.ref model_runner.request model_runner.config model_runner.stats "
-    "model_runner.tokenizer model_runner.text model_runner.chat_prompts "
-    "model_runner.template_sandbox adapter_store.extras deployments"
+    "model_runner.context_length model_runner.tokenizer model_runner.text "
+    "model_runner.sequence_text model_runner.chat_prompts model_runner.template_sandbox "
+    "adapter_store.extras deployments"
 )
 
 # Who may import what, besides the standard library. The longest name that fits rules alone.
@@ -49,6 +50,7 @@ LAW = {
     "model_runner.request": "adapter_store.ref adapter_store.extras",
     "model_runner.config": "",
     "model_runner.stats": "adapter_store.ref",
+    "model_runner.context_length": "",
     "model_runner.command_line": "yaml adapter_store.ref model_runner",
     "model_runner.tokenizer": "transformers model_runner.request",
     "model_runner.stop_strings": "",
@@ -60,13 +62,20 @@ LAW = {
     ),
     "model_runner.text": (
         "adapter_store.ref adapter_store.extras model_runner.request model_runner.tokenizer "
-        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings"
+        "model_runner.template_sandbox model_runner.chat_prompts model_runner.stop_strings "
+        "model_runner.harmony model_runner.sequence_text"
     ),
+    "model_runner.sequence_text": (
+        "adapter_store.extras model_runner.request model_runner.tokenizer "
+        "model_runner.stop_strings model_runner.harmony"
+    ),
+    "model_runner.harmony": "model_runner.tokenizer",
     "model_runner.engine_face": "model_runner.request model_runner.stats",
     "model_runner.scheduling": f"{_SCHEDULING} model_runner.scheduling",
     "model_runner.layers": "torch kernels model_runner.layers",
     "model_runner.models": (
-        "torch kernels model_runner.layers model_runner.models adapter_store.weights"
+        "torch kernels model_runner.layers model_runner.models adapter_store.weights "
+        "model_runner.context_length"
     ),
     "model_runner.execution": (
         "torch numpy safetensors kernels adapter_store.arena adapter_store.weights "
@@ -107,6 +116,7 @@ TORCH_FREE = (
     "model_runner.request",
     "model_runner.config",
     "model_runner.stats",
+    "model_runner.context_length",
     "model_runner.tokenizer",
     "model_runner.text",
     "model_runner.engine_face",

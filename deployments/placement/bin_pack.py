@@ -9,8 +9,8 @@ adapter's divided by its homes; `mean`: the load a seat would have if all had th
 - Hot: an adapter that draws more than a seat's mean (and more than 200 tokens/s) has as many homes
   as means it draws, rounded up. One more from 10 % above, one less from 40 % below (or below 100
   tokens/s), so that homes do not come and go.
-- Room: a seat has no more adapters in traffic than slots and bytes, while another has room. An
-  adapter without traffic needs none.
+- Room: a seat has no more adapters in traffic than slots and bytes, while another has room. Each
+  counts as many bytes as those that are resident have in the mean; one without traffic needs none.
 - Peace: an adapter moves only from a seat above 1.25 x mean, or to one below 0.75, or from one
   without room, and only if its new seat then still carries less than the old one did, by 10 % of
   the mean and by 20 tokens/s; at most 8 moves a round. So a new seat fills over several rounds.
@@ -200,7 +200,7 @@ class _Packing:
             gain = min(part, gap - part)
             if gap - part > self._gain and name not in low.parts:
                 better = (gain, name) > (best_gain, best)
-                if better and self._has_room(low, self._loads[name]):
+                if better and self._has_room(low):
                     best, best_gain = name, gain
         if not best:
             return False
@@ -228,7 +228,7 @@ class _Packing:
         emptiest."""
         name = load.adapter.adapter_id
         free = [seat for seat in self._seats.values() if seat.name not in taken]
-        roomy = [seat for seat in free if self._has_room(seat, load)]
+        roomy = [seat for seat in free if self._has_room(seat)]
         limit = self._mean + self._slack
         near = [seat for seat in roomy if seat.load + part <= limit]
         if not near:
@@ -243,15 +243,12 @@ class _Packing:
         goals = [
             seat.name
             for seat in self._seats.values()
-            if seat.load + part <= limit and self._has_room(seat, load) and name not in seat.parts
+            if seat.load + part <= limit and self._has_room(seat) and name not in seat.parts
         ]
         return self._seats[first_seat(name, goals)] if goals else None
 
-    def _has_room(self, seat: _Seat, load: TenantLoad) -> bool:
-        return len(seat.parts) < seat.slots and seat.free_bytes >= self._bytes(load)
-
-    def _bytes(self, load: TenantLoad) -> float:
-        return load.num_bytes or self._mean_bytes
+    def _has_room(self, seat: _Seat) -> bool:
+        return len(seat.parts) < seat.slots and seat.free_bytes >= self._mean_bytes
 
     def _move(self, name: str, source: _Seat, goal: _Seat, kind: MoveKind, why: str) -> None:
         self._settle(name, [goal.name if s == source.name else s for s in self._homes[name]])
@@ -265,7 +262,7 @@ class _Packing:
             for seat in (self._seats[s] for s in homes_now if load.tokens_per_s):
                 part = load.tokens_per_s / len(homes_now)
                 seat.load += sign * part
-                seat.free_bytes -= sign * self._bytes(load)
+                seat.free_bytes -= sign * self._mean_bytes
                 if sign > 0:
                     seat.parts[name] = part
                 else:

@@ -35,14 +35,12 @@ class TenantLoad:
     """One adapter of one tenant and the traffic it draws.
 
     tokens_per_s  prompt and output tokens, a moving average over all ingresses; 0 = it is not used
-    num_bytes     in a slot; 0 = not known, then it counts as the mean of those that are resident
     """
 
     tenant_id: str
     adapter: AdapterRef
     weight: float = 1.0
     tokens_per_s: float = 0.0
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ class SafetensorsReader:
         return self._files[path]
 
     def _list_names(self, folder: Path) -> dict[str, Path]:
+        # The one file first, as transformers looks: an index beside it is a former save's.
+        single = folder / "model.safetensors"
+        if single.is_file():
+            return {name: single for name in self._open(single).keys()}  # noqa: SIM118
         index = folder / "model.safetensors.index.json"
         if index.exists():
             files = read_json(index).get("weight_map", {})
@@ -98,12 +102,9 @@ class SafetensorsReader:
             if missing:
                 raise CheckpointError(f"{index} names files that are not there: {sorted(missing)}")
             return {name: folder / file for name, file in files.items()}
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            raise CheckpointError(
-                f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
-            )
-        return {name: single for name in self._open(single).keys()}  # noqa: SIM118
+        raise CheckpointError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+        )
 
 
 class RandomReader:

@@ -52,7 +52,8 @@ class Attention:
             k = rms_norm(k.flatten(1), k_norm, self.eps).view(k.shape)
             q_norm = k_norm = None
         if self.q_scale is not None:
-            q *= self.q_scale[ctx.positions][:, None, None].to(q.dtype)
+            # In fp32, rounded once: a rounded scale would shift all scores of a position alike.
+            q.copy_(q * self.q_scale[ctx.positions][:, None, None])
         group = ctx.groups[ctx.group_of_layer[self.layer]]
         k_cache, v_cache = ctx.caches[self.layer]
         # Positions, places and lengths are the step's inputs.

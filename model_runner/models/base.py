@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_gate_groups import GateRule
+from model_runner.context_length import count_positions
 
 
 class ModelUnsupported(ValueError):
@@ -37,7 +38,7 @@ class LatentConfig:
 
     q_rank      width of the queries' own latent, 0 = queries come straight from the hidden state
     kv_rank     R, the cached latent;  dim_nope, dim_rope  Dn, Dr of a query or key;  dim_v  Dv
-    interleaved the rotated pairs are (2 i, 2 i + 1)
+    scale       of the scores;  interleaved  the rotated pairs are (2 i, 2 i + 1)
     """
 
     q_rank: int
@@ -45,6 +46,7 @@ class LatentConfig:
     dim_nope: int
     dim_rope: int
     dim_v: int
+    scale: float
     interleaved: bool
 
 
@@ -77,7 +79,6 @@ class ModelConfig:
     sinks              one extra logit a head in the softmax
     latent             latent attention; head_dim is then that of the rotated part
     rotation           layers that do not rotate, None = all do
-    softmax_scale      of attention, 0 = head_dim ** -0.5
     activation         as kernels.gated_act names it
     mxfp4              experts are stored as MXFP4 blocks and scales
     """
@@ -111,7 +112,6 @@ class ModelConfig:
     qk_norm_full: bool = False
     latent: LatentConfig | None = None
     rotation: MixedRotation | None = None
-    softmax_scale: float = 0.0
     sinks: bool = False
     tied_embeddings: bool = False
     mxfp4: bool = False
@@ -177,11 +177,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). Errors:
-    ModelUnsupported for other kinds."""
-    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or default_theta)
+def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    Errors:  ModelUnsupported for other kinds, and where both are there and do not say the same.
+    """
+    new, former = raw.get("rope_parameters"), raw.get("rope_scaling")
+    found = _rope_of(new or former or {}, raw)
+    if new and former:
+        other = _rope_of({"rope_theta": found.theta, **former}, raw)
+        if other != found:
+            raise ModelUnsupported(
+                f"config.json: rope_scaling {former!r} and rope_parameters {new!r} differ"
+            )
+    return found
+
+
+def _rope_of(given: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeConfig:
+    fields = dict(given)
+    theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     old = fields.pop("type", None)
     kind = fields.pop("rope_type", None) or old or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -201,9 +215,13 @@ def read_eos_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     return tuple(int(i) for i in ids)
 
 
-def read_common(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of `ModelConfig` that every family spells alike. Errors: ModelUnsupported naming
-    what is missing, or a quantization other than fp8 in blocks."""
+def read_common(raw: Mapping[str, Any], folder: Path, **unsaid: Any) -> dict[str, Any]:
+    """The fields of `ModelConfig` that every family spells alike.
+
+    unsaid  what this family's file means where it leaves a field out, as transformers has it
+    Errors:  ModelUnsupported naming what is missing, or a quantization other than fp8 in blocks.
+    """
+    raw = {**unsaid, **raw}
     quantization = raw.get("quantization_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if quantization and (method != "fp8" or block != [128, 128]):
@@ -220,14 +238,22 @@ def read_common(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             head_dim=int(raw.get("head_dim") or hidden // heads),
             rms_eps=float(raw["rms_norm_eps"]),
             rope=read_rope(raw),
-            max_positions=int(raw["max_position_embeddings"]),
-            intermediate_size=int(raw.get("intermediate_size") or 0),
+            max_positions=count_positions(raw),
+            intermediate_size=int(raw["intermediate_size"]),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+            dtype=_read_dtype(raw),
             eos_ids=read_eos_ids(raw, folder),
         )
     except (KeyError, IndexError, TypeError) as error:
         raise ModelUnsupported(f"{folder}/config.json: {type(error).__name__} {error}") from None
+
+
+def _read_dtype(raw: Mapping[str, Any]) -> str:
+    """What the checkpoint was saved in. Errors: ModelUnsupported for what is no dtype of ours."""
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ModelUnsupported(f"config.json: dtype {dtype!r} is not supported")
+    return dtype
 
 
 def require(raw: Mapping[str, Any], name: str, *allowed: Any) -> None:

@@ -62,8 +62,20 @@ class DeepSeek(Decoder):
             rope=self._rope,
             interleaved=latent.interleaved,
             eps=_LATENT_EPS,
-            scale=c.softmax_scale,
+            scale=latent.scale,
         )
+
+
+# What transformers takes for a field that a file leaves out. Null is a value.
+_V2_DEFAULTS = {"n_shared_experts": 2, "q_lora_rank": 1536}
+_V3_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
 
 
 class DeepSeekV2(DeepSeek):
@@ -72,6 +84,7 @@ class DeepSeekV2(DeepSeek):
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
         """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        raw = _V2_DEFAULTS | raw
         require(raw, "topk_method", "greedy", "group_limited_greedy")
         require(raw, "norm_topk_prob", False)
         require(raw, "scoring_func", "softmax")
@@ -91,6 +104,7 @@ class DeepSeekV3(DeepSeek):
     @staticmethod
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
         """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
+        raw = _V3_DEFAULTS | raw
         require(raw, "topk_method", "noaux_tc")
         require(raw, "scoring_func", "sigmoid")
         rule = GateRule(
@@ -118,16 +132,17 @@ def _read_config(
     require(raw, "moe_layer_freq", 1)
     try:
         rope, nope = int(raw["qk_rope_head_dim"]), int(raw["qk_nope_head_dim"])
+        common = read_common({**raw, "head_dim": rope}, folder)
         latent = LatentConfig(
             q_rank=int(raw.get("q_lora_rank") or 0),
             kv_rank=int(raw["kv_lora_rank"]),
             dim_nope=nope,
             dim_rope=rope,
             dim_v=int(raw["v_head_dim"]),
+            scale=(nope + rope) ** -0.5 * yarn_mscale(common["rope"].fields) ** 2,
             interleaved=interleaved,
         )
-        experts = int(raw.get("n_routed_experts") or raw.get("num_local_experts") or 0)
-        common = read_common({**raw, "head_dim": rope}, folder)
+        experts = int(raw.get("n_routed_experts") or raw["num_local_experts"])
         dense, layers = int(raw.get("first_k_dense_replace") or 0), common["num_layers"]
         inner = int(raw["moe_intermediate_size"])
         return ModelConfig(
@@ -140,7 +155,6 @@ def _read_config(
             gate_rule=rule,
             gate_correction=correction,
             latent=latent,
-            softmax_scale=(nope + rope) ** -0.5 * yarn_mscale(common["rope"].fields) ** 2,
         )
     except KeyError as error:
         raise ModelUnsupported(f"{folder}/config.json: {error} is missing") from None

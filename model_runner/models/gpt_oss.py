@@ -90,15 +90,23 @@ class GptOss(Decoder):
         require(raw, "hidden_act", "silu")
         require(raw, "swiglu_limit", 7.0)
         require(raw, "swiglu_alpha", 1.702)
+        if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+            raise ModelUnsupported("config.json: neither rope_parameters nor rope_scaling is there")
         quantization = raw.get("quantization_config") or {}
         if quantization and quantization.get("quant_method") != "mxfp4":
             raise ModelUnsupported(
                 f"quant_method {quantization.get('quant_method')!r} is not supported"
             )
-        common = read_common({**raw, "quantization_config": None}, folder)
+        common = read_common(
+            {**raw, "quantization_config": None},
+            folder,
+            head_dim=64,
+            num_key_value_heads=8,
+            rope_theta=150000.0,
+        )
         layers = common["num_layers"]
         kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * layers
-        window = int(raw.get("sliding_window") or 0)
+        window = int(raw.get("sliding_window", 128) or 0)
         return ModelConfig(
             **common,
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers]),

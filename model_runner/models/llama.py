@@ -30,7 +30,7 @@ class Qwen3(Llama):
         require(raw, "hidden_act", "silu")
         require(raw, "attention_bias", False)
         require(raw, "use_sliding_window", False)
-        common = read_common(raw, folder)
+        common = read_common(raw, folder, head_dim=128)
         layers = common["num_layers"]
         return ModelConfig(
             **common, windows=(0,) * layers, experts_of_layer=(0,) * layers, qk_norm=True

@@ -73,16 +73,17 @@ class Llama4(Decoder):
         require(raw, "hidden_act", "silu")
         require(raw, "attention_bias", False)
         require(raw, "num_experts_per_tok", 1)
-        common = read_common(raw, folder)
+        common = read_common(raw, folder, head_dim=128, num_key_value_heads=8, rope_theta=500000.0)
         layers = common["num_layers"]
         step = int(raw.get("interleave_moe_layer_step") or 1)
-        moe = set(raw.get("moe_layers") or range(step - 1, layers, step))
+        listed = raw.get("moe_layers")
+        moe = set(range(step - 1, layers, step) if listed is None else listed)
         every = int(raw.get("no_rope_layer_interval") or 4)
         rotating = raw.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
         kinds = raw.get("layer_types") or [
             "chunked_attention" if rotates else "full_attention" for rotates in rotating
         ]
-        chunk = int(raw.get("attention_chunk_size") or 0)
+        chunk = int(raw.get("attention_chunk_size", 8192) or 0)
         inner = common["intermediate_size"]
         common["intermediate_size"] = int(raw["intermediate_size_mlp"])
         tuned = bool(raw.get("attn_temperature_tuning", True))

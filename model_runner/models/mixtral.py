@@ -29,7 +29,7 @@ class Mixtral(Decoder):
         """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
         require(raw, "hidden_act", "silu")
         require(raw, "attention_bias", False)
-        common = read_common(raw, folder)
+        common = read_common(raw, folder, num_key_value_heads=8, rope_theta=1e6)
         layers = common["num_layers"]
         return ModelConfig(
             **common,

@@ -89,7 +89,7 @@ class Qwen3Moe(Decoder):
         require(raw, "hidden_act", "silu")
         require(raw, "attention_bias", False)
         require(raw, "use_sliding_window", False)
-        common = read_common(raw, folder)
+        common = read_common(raw, folder, num_key_value_heads=4)
         experts = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
         if not experts:
             raise ModelUnsupported("config.json: num_experts is missing")
@@ -106,6 +106,6 @@ class Qwen3Moe(Decoder):
             ),
             top_k=int(raw["num_experts_per_tok"]),
             expert_intermediate_size=int(raw["moe_intermediate_size"]),
-            renormalize=bool(raw.get("norm_topk_prob", True)),
+            renormalize=bool(raw.get("norm_topk_prob", False)),
             qk_norm=True,
         )

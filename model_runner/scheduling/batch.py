@@ -115,16 +115,6 @@ class ScheduledBatch:
     histories: tuple[History, ...] = ()
     prompt_scores: tuple[PromptScore, ...] = ()
 
-    @property
-    def num_decodes(self) -> int:
-        """Rows with one token, which come first. A one-token chunk of a prompt counts as one."""
-        n = 0
-        for count in self.num_tokens:
-            if count != 1:
-                break
-            n += 1
-        return n
-
     def position(self, row: int) -> int:
         """Position of the token that the row's sample draws: the one after its last query token."""
         return self.starts[row] + self.num_tokens[row]

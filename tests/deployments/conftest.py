@@ -1,7 +1,9 @@
 """Fixtures of the serving tests: the demo's configuration, a face before a scripted backend."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from deployments.ingress import build_api
 from deployments.placement.view import Place
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
 from model_runner.tokenizer import Tokenizer
+from tests.model_runner.vocabularies import harmony, sentencepiece
 
 DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
 
@@ -144,8 +147,34 @@ def demo_config() -> ServiceConfig:
 
 @pytest.fixture
 async def face(demo_config: ServiceConfig, demo_tokenizer: Tokenizer) -> AsyncIterator[Face]:
-    backend = ScriptedBackend(demo_tokenizer)
-    frontend = Frontend(demo_config, b"k" * 32, {"demo": backend})
+    async with _open_face(demo_config, demo_tokenizer) as face:
+        yield face
+
+
+@pytest.fixture
+async def harmony_face(demo_config: ServiceConfig, tmp_path: Path) -> AsyncIterator[Face]:
+    """Of a model that answers in harmony's format."""
+    async with _open_face(_with_model(demo_config, tmp_path), harmony(tmp_path)) as face:
+        yield face
+
+
+@pytest.fixture
+async def words_face(demo_config: ServiceConfig, tmp_path: Path) -> AsyncIterator[Face]:
+    """Of a model whose words bring their own space."""
+    async with _open_face(_with_model(demo_config, tmp_path), sentencepiece(tmp_path)) as face:
+        yield face
+
+
+def _with_model(config: ServiceConfig, folder: Path) -> ServiceConfig:
+    shutil.copy(DEMO / "base" / "config.json", folder)
+    models = [model.model_copy(update={"path": str(folder)}) for model in config.models]
+    return config.model_copy(update={"models": type(config.models)(models)})
+
+
+@asynccontextmanager
+async def _open_face(config: ServiceConfig, tokenizer: Tokenizer) -> AsyncIterator[Face]:
+    backend = ScriptedBackend(tokenizer)
+    frontend = Frontend(config, b"k" * 32, {"demo": backend})
     control = FakeControl()
     api = build_api(frontend, control)
     transport = httpx.ASGITransport(api, raise_app_exceptions=False)

@@ -24,7 +24,8 @@ DEPLOYMENT = DeploymentID("Replica-m", "app")
 
 @dataclass
 class FakeReplica:
-    """slots  of adapters: loads fill them, only evictions empty them;  served  what came here"""
+    """slots  of adapters: loads fill them, only evictions empty them;  served  what came here
+    num_asked  how often it was asked for its load"""
 
     seat: str
     max_ongoing_requests: int = 100
@@ -34,6 +35,7 @@ class FakeReplica:
     loads: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     is_silent: bool = False
+    num_asked: int = 0
     evictions: int = 0
     spilled_evictions: int = 0
 
@@ -49,6 +51,7 @@ class FakeReplica:
         self.routing_stats = {"resident": list(self.resident), "free_slots": free}
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.num_asked += 1
         await asyncio.sleep(3600 if self.is_silent else 0)
         return self.ongoing
 
@@ -137,8 +140,13 @@ class NoRoom(Exception):
     """As the engine refuses it."""
 
 
-def pending_request(place: Place | None, internal_id: str = "i") -> PendingRequest:
+def pending_request(
+    place: Place | None, internal_id: str = "i", method: str = "generate"
+) -> PendingRequest:
     metadata: Any = SimpleNamespace(
-        internal_request_id=internal_id, request_id="r", multiplexed_model_id=""
+        internal_request_id=internal_id,
+        request_id="r",
+        multiplexed_model_id="",
+        call_method=method,
     )
     return PendingRequest(args=[], kwargs={"place": place}, metadata=metadata)

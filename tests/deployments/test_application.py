@@ -24,7 +24,7 @@ from adapter_store.host_cache import census
 from adapter_store.ref import AdapterRef
 from adapter_store.sources.source import S3Options
 from deployments.adapter_actor import AdapterStoreActor, ServedModel
-from deployments.application import _host_cache_dir, _salt_key, app, build
+from deployments.application import CONTROL_PLACES, _host_cache_dir, _salt_key, app, build
 from deployments.config import DEFAULT_CONFIG, ConfigError, ServiceConfig, load_config
 from model_runner.assembly import read_model_config
 from model_runner.config import EngineConfig
@@ -85,7 +85,10 @@ def test_every_queue_has_its_bound(demo_config: ServiceConfig) -> None:
         )
     }
     most = demo_config.ingress.max_concurrent_requests
-    assert queued.pop("Replica-demo") == (5, 7)
+    # A replica takes seven requests, and what is said about them beside.
+    assert queued.pop("Replica-demo") == (5, 7 + CONTROL_PLACES)
+    settings = replicas["demo"]._bound_deployment._deployment_config.request_router_config
+    assert settings.request_router_kwargs["control_places"] == CONTROL_PLACES
     # The ingress' own bound, which answers in OpenAI's words, must be met before Serve's.
     assert queued.pop("Ingress") == (most, most + 64)
     assert queued.pop("Router") == (1000, 1000) and not queued

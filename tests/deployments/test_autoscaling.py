@@ -85,6 +85,10 @@ def test_what_the_configuration_says_reaches_serve(demo_config: ServiceConfig) -
     assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (2, 2, 5)
     policy = found.policy.get_policy()(**found.policy.policy_kwargs)
     assert policy._sequences == fixed.engine_config().max_num_seqs == 32
+    # A replica that lets in fewer than its engine could batch is full with those.
+    narrow = scaling.model_copy(update={"max_ongoing_requests": 8})
+    config = _replica(demo_config, narrow, router)._bound_deployment._deployment_config
+    assert config.autoscaling_config.policy.policy_kwargs == {"sequences": 8}
 
 
 @pytest.mark.parametrize(

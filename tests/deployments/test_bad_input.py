@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deployments import admission
 from deployments.body import BodyBudget, BodyLimits, check_weight, read_body
 from deployments.config import load_config
 from deployments.frontend import Frontend
 from deployments.ingress import build_api
-from deployments.streaming import ChatWriter
+from deployments.streaming import ChatWriter, CompletionWriter
 from deployments.tenants import TenantConfig
+from model_runner.request import ErrorCode
 from model_runner.tokenizer import Tokenizer
 from tests.deployments.conftest import Face, FakeControl, ScriptedBackend
 from tests.deployments.hostile import BODIES, CHAT, COMPLETIONS, Hostile
@@ -136,6 +139,65 @@ async def test_too_many_large_bodies_at_once(face: Face) -> None:
         other.grow_to(149_000)
         response = await face.chat(user="u" * 100_000)
         assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert_clean(face)
+
+
+PAD = "\N{PARROT}" + "u" * 3_999_990
+"""One character takes four bytes for each of the others."""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "keeps_body"),
+    [
+        (COMPLETIONS, {"model": "demo", "prompt": "Hi", "user": PAD}, False),
+        (COMPLETIONS, {"model": "pirate", "prompt": "Hi", "metadata": {"a": PAD}}, False),
+        (CHAT, {"model": "demo", "user": PAD}, False),
+        (CHAT, {"model": "pirate", "user": PAD}, True),
+    ],
+    ids=["completion", "adapter's completion", "chat", "adapter's chat"],
+)
+async def test_what_a_request_keeps_of_its_body_is_counted(
+    face: Face, path: str, fields: dict[str, Any], keeps_body: bool
+) -> None:
+    """While it is answered, which may be long. A chat's is read again if its adapter turns out to
+    bring another template; nobody else needs it."""
+    face.backend.gap_s = 3600
+    messages = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {}
+    body = json.dumps(fields | messages, ensure_ascii=False).encode()
+    tracemalloc.start()
+    asked = [
+        asyncio.create_task(face.client.post(path, content=body, headers=KEY)) for _ in range(5)
+    ]
+    async with asyncio.timeout(60):
+        while len(face.backend.running) < 5:
+            await asyncio.sleep(0.01)
+    held = face.frontend.bodies.held["pirate"]
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    print(f"{used >> 20} MiB for five bodies of {len(body) >> 20}")
+    assert held == (5 * len(body) if keeps_body else 0)
+    assert used < 5 << 20 if not keeps_body else used < held + (5 << 20)
+    face.frontend.bodies = BodyBudget(1 << 30, 1 << 20)
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert not face.backend.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_kept_of_a_body_is_given_back_with_the_answer(
+    face: Face, stream: bool
+) -> None:
+    fields: dict[str, Any] = {"model": "pirate", "user": "u" * 100_000, "stream": stream}
+    face.frontend.bodies = BodyBudget(300_000, 150_000)
+    face.backend.gap_s = 0.02
+    answers = await asyncio.gather(*(face.chat(**fields) for _ in range(2)))
+    assert sorted(answer.status_code for answer in answers) == [200, 429]
+    assert_clean(face)
+    assert (await face.chat(**fields)).status_code == 200
+    face.backend.failure = (ErrorCode.ENGINE_DEAD, "gone")
+    assert (await face.chat(**fields)).status_code >= 500
     assert_clean(face)
 
 
@@ -381,6 +443,23 @@ async def test_log_probabilities_of_one_answer_are_bounded(
         assert error["param"] == "logprobs" and "at most" in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Hi there", [5] * 50, ["Hi there", "you"], [[5] * 50] * 2])
+async def test_echoes_of_one_answer_are_bounded(
+    face: Face, stream: bool, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of prompt, n times: the answer is as large as that, in everybody's ingress."""
+    monkeypatch.setattr(admission, "_MAX_ECHO_CHARS", 800, raising=False)
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "echo": True, "stream": stream}
+    assert (await face.post(COMPLETIONS, body)).status_code == 200
+    response = await face.post(COMPLETIONS, body | {"n": 128})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "echo" and "800 at most" in error["message"]
+    body["echo"] = False
+    assert (await face.post(COMPLETIONS, body | {"n": 128})).status_code == 200
+
+
 async def test_an_answer_that_cannot_be_written_is_not_billed(
     face: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +473,26 @@ async def test_an_answer_that_cannot_be_written_is_not_billed(
     assert counters[("moe_requests_total", ("demo", "pirate", "500"))] == 2
     assert not counters.get(("moe_output_tokens_total", ("demo", "pirate")))
     assert_clean(face)
+
+
+async def test_a_large_answer_is_written_off_the_loop(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    whole = CompletionWriter.whole
+
+    def watched(writer: CompletionWriter) -> bytes:
+        threads.append(threading.current_thread().name)
+        return whole(writer)
+
+    monkeypatch.setattr(CompletionWriter, "whole", watched)
+    for echo in (False, True):
+        body = {"model": "demo", "prompt": " " * 300_000 if echo else "Hi", "echo": echo}
+        monkeypatch.setitem(face.frontend.jobs._longest, "demo", None)
+        response = await face.post(COMPLETIONS, body)
+        assert response.status_code == 200
+        assert response.json()["choices"][0]["text"].startswith(body["prompt"] if echo else "H")
+    assert threads[0] == "MainThread" != threads[1]
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"prompt_logprobs": 1}, {}])

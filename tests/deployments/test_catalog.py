@@ -135,7 +135,7 @@ async def test_the_catalog_away_and_back(world: World) -> None:
     await world.pass_time(5, (A,))
     world.catalog = world.new_catalog()
     await world.pass_time(PERIOD_S, (A, B))
-    assert world.catalog.nodes_of([A]) == {A: ("node0",)}
+    assert world.catalog.stats().held_by_node == {"node0": 1, "node1": 0, "node2": 0}
     await world.pass_time(2 * PERIOD_S, (A, B))
     assert current(world, A) == ["a1"] * 3 and current(world, B) == ["b1"] * 3
     late = world.add("late")
@@ -234,24 +234,19 @@ def test_a_digest_is_told_to_those_who_need_a_uri_that_held_it(world: World) -> 
     assert catalog.exchange(report("r1", wanted=frozenset({A}))).contents == seen
 
 
-def test_residency_follows_the_nodes(world: World) -> None:
+def test_host_tiers_are_counted_by_node(world: World) -> None:
     catalog = world.new_catalog()
-    seen = (Content(A, DIGESTS[1], "a1"),)
-    whole = Report(
-        "r0", "n0", True, wanted=frozenset({A}), contents=seen, held=frozenset(DIGESTS[1:3])
-    )
-    catalog.exchange(whole)
+    catalog.exchange(Report("r0", "n0", True, held=frozenset(DIGESTS[1:3])))
     catalog.exchange(Report("r1", "n0", True, held=frozenset(DIGESTS[1:4])))
     catalog.exchange(Report("r2", "n1", True, held=frozenset(DIGESTS[:1])))
-    assert catalog.nodes_of([A, B]) == {A: ("n0",), B: ()}
     assert catalog.stats().held_by_node == {"n0": 3, "n1": 1}
     catalog.exchange(Report("r2", "n1", False, held=frozenset(DIGESTS[1:2])))
-    assert catalog.nodes_of([A]) == {A: ("n0", "n1")}
+    assert catalog.stats().held_by_node == {"n0": 3, "n1": 2}
     for name in ("r0", "r1"):
         catalog.exchange(Report(name, "n0", False, dropped=frozenset(DIGESTS[1:2])))
-    assert catalog.nodes_of([A]) == {A: ("n1",)}
+    assert catalog.stats().held_by_node == {"n0": 2, "n1": 2}
     world.now += LEASE_S
-    assert catalog.nodes_of([A]) == {A: ()} and catalog.stats().replicas == 0
+    assert catalog.stats().held_by_node == {} and catalog.stats().replicas == 0
 
 
 async def test_many_adapters_cost_bounded_memory_and_small_reports(world: World) -> None:

@@ -76,6 +76,9 @@ def model(**fields: Any) -> dict[str, Any]:
         ({"models": []}, "models"),
         (model(nam="x"), "models.0.nam"),
         (model(num_replicas=0), "models.0.num_replicas"),
+        (model(max_queued_requests=0), "models.0.max_queued_requests"),
+        (model(num_cpus=0.00001), "models.0.num_cpus: Ray counts in steps of 0.0001"),
+        ({"ingress": {"num_cpus": 0.00001}}, "ingress.num_cpus"),
         (model(engine={"max_lora": 1}), "unknown engine setting 'max_lora'"),
         (model(engine={"max_loras": "many"}), "max_loras"),
         (model(engine={"page_tokens": 0}), "page_tokens must be at least 1"),
@@ -188,6 +191,29 @@ def test_an_allowed_place_may_be_a_link(tmp_path: Path) -> None:
         config = load(tmp_path, {"adapters": {"root": root}, **changed})
         ref = config.tenant_configs()[0].adapters["x"]
         assert (ref.uri, ref.root) == (f"{link}/a/x", place)
+
+
+def test_without_a_root_uris_are_meant_from_the_files_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from where the service happens to be started."""
+    monkeypatch.chdir("/")
+    uris = {"x": "mine/x", "y": {"uri": "./mine/y", "revision": "2"}, "z": "/far/z"}
+    uris |= {"s": "s3://bucket/s"}
+    allowed = ["mine", "/far", "s3://bucket"]
+    for root in ({}, {"root": ""}):
+        config = load(tmp_path, tenant(adapters=uris, allowed_uris=allowed) | {"adapters": root})
+        found = config.tenant_configs()[0].adapters
+        assert {name: ref.uri for name, ref in found.items()} == {
+            "x": f"{tmp_path}/mine/x", "y": f"{tmp_path}/mine/y", "z": "/far/z",
+            "s": "s3://bucket/s",
+        }  # fmt: skip
+        assert found["y"].revision == "2"
+        assert config.tenants[0].allowed_uris == (f"{tmp_path}/mine", "/far", "s3://bucket")
+    with pytest.raises(ConfigError, match="outside"):
+        load(
+            tmp_path, tenant(adapters={"x": "mine/../x"}, allowed_uris=["mine"]) | {"adapters": {}}
+        )
 
 
 def test_one_name_for_several_bases(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The guards around Serve's proxy on real sockets, in front of a small application. No Ray."""
+"""The guards around Serve's proxy on real sockets, in front of a small application. No cluster."""
 
 import asyncio
 import json
+import pickle
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import uvicorn
+from ray.serve._private.http_util import MessageQueue
+from ray.serve._private.proxy import HTTPProxy
 
 from deployments import connection, edge
 from deployments.connection import BoundedHttp
@@ -25,11 +28,16 @@ class App:
         self.body_bytes = 0
         self.streaming = 0
         self.sent_bytes = 0
+        self.waiting = MessageQueue()
+        self.answer = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.scopes.append(scope)
         if scope["path"] == "/stream":
             await self.stream(receive, send)
+            return
+        if scope["path"] == "/long":
+            await self.work_long(receive, send)
             return
         while scope["path"] != "/early":
             message = await receive()
@@ -44,6 +52,25 @@ class App:
         status = 503 if broken else 200
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"secret words of Serve"})
+
+    async def work_long(self, receive: Any, send: Any) -> None:
+        """As Serve does, and with its own parts: messages lie in a queue until the ingress asks for
+        them; the answer takes its time."""
+        self.waiting = MessageQueue()
+        keeping = asyncio.create_task(HTTPProxy.proxy_asgi_receive(None, receive, self.waiting))
+        answered = asyncio.create_task(self.answer.wait())
+        await asyncio.wait({keeping, answered}, return_when="FIRST_COMPLETED")
+        if answered.done():
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"long"})
+        keeping.cancel()
+        answered.cancel()
+
+    def take(self) -> bytes:
+        """What an ingress fetches: it comes to it pickled."""
+        messages = pickle.loads(pickle.dumps(self.waiting.get_messages_nowait()))
+        assert all(type(message) is dict for message in messages)
+        return b"".join(message["body"] for message in messages)
 
     async def stream(self, receive: Any, send: Any) -> None:
         headers = [(STALL_HEADER.encode(), b"0.5")]
@@ -231,18 +258,43 @@ async def test_large_uploads_share_a_budget(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edge, "MAX_UPLOADS_BYTES", 300_000)
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
     _, first = await server.open()
-    first.write(head % 250_001 + b"a" * 250_000)
-    await until(lambda: server.app.body_bytes == 250_000)
-    answer = await server.ask(head % 100_000 + b"a" * 100_000)
+    first.write(head % (b"/long", 250_000) + b"a" * 250_000)
+
+    def waiting() -> int:
+        return sum(len(message["body"]) for message in server.app.waiting._message_queue)
+
+    await until(lambda: waiting() == 250_000)
+    answer = await server.ask(head % (b"/", 100_000) + b"a" * 100_000)
     assert_error(answer, 503)
     assert parts(answer)[1]["retry-after"]
-    assert parts(await server.ask(head % 1000 + b"a" * 1000))[0] == 200, "small ones find room"
-    first.write(b"a")
+    small = await server.ask(head % (b"/", 1000) + b"a" * 1000)
+    assert parts(small)[0] == 200, "small ones find room"
+    first.transport.abort()
     await until(lambda: len(server.connections) == 0)
-    assert parts(await server.ask(head % 100_000 + b"a" * 100_000))[0] == 200
-    first.close()
+    server.app.waiting = MessageQueue()
+    assert parts(await server.ask(head % (b"/", 100_000) + b"a" * 100_000))[0] == 200
+
+
+async def test_an_upload_that_was_taken_holds_nothing_while_it_is_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long answers take: one tenant's would keep everybody else's uploads out."""
+    monkeypatch.setattr(edge, "MAX_UPLOADS_BYTES", 300_000)
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    body = bytes(range(250)) * 1000
+    answers, taken = [], []
+    for _ in range(4):
+        answers.append(asyncio.create_task(server.ask(head % (b"/long", 250_000) + body)))
+        async with asyncio.timeout(5):
+            while b"".join(taken) != body:
+                await asyncio.sleep(0.01)
+                taken.append(server.app.take())
+        taken.clear()
+    assert parts(await server.ask(head % (b"/", 250_000) + body))[0] == 200
+    server.app.answer.set()
+    assert [parts(answer)[0] for answer in await asyncio.gather(*answers)] == [200] * 4
 
 
 async def test_an_upload_given_up_leaves_nothing(server: Server) -> None:
@@ -277,6 +329,42 @@ async def test_an_upload_that_nobody_wants_may_end(server: Server) -> None:
     await asyncio.sleep(0.7)  # above what an upload may take that does not end
     writer.write(GET + b"\r\n")
     assert (await reader.readuntil(b"secret words of Serve")).count(b"HTTP/1.1 200") == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("noise", [b"\r\n", b"\n"])
+async def test_empty_lines_keep_no_connection_open(server: Server, noise: bytes) -> None:
+    """Any byte ends uvicorn's wait for the next request, and these begin none."""
+    reader, writer = await server.open()
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"0\r\n\r\n")
+    with suppress(ConnectionError):
+        async with asyncio.timeout(3 * KEEPALIVE):
+            while server.connections:
+                writer.write(noise)
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        assert await reader.read() == b"", "it is closed without a word: nothing was asked"
+    writer.close()
+
+
+async def test_an_unwanted_upload_that_ends_keeps_no_connection_open(server: Server) -> None:
+    reader, writer = await server.open()
+    writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\na")
+    await reader.readuntil(b"secret words of Serve")
+    writer.write(b"bc")
+    await until(lambda: not server.connections, 3 * KEEPALIVE)
+    writer.close()
+
+
+async def test_requests_after_empty_lines_are_answered(server: Server) -> None:
+    """Each has the whole time: the wait is not what is left of another one."""
+    reader, writer = await server.open()
+    for _ in range(4):
+        writer.write(b"\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"secret words of Serve"), 5)
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.4 * KEEPALIVE)
     writer.close()
 
 

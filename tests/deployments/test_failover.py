@@ -24,7 +24,7 @@ from ray.serve.exceptions import BackPressureError
 from deployments.config import ServiceConfig
 from deployments.frontend import Frontend
 from deployments.ingress import build_api
-from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers, base_id
+from deployments.kept_answers import GRACE_S, MAX_CLOSED, ORPHAN_S, KeptAnswers
 from deployments.placement.view import Place
 from deployments.pulse import SHUNNED_S, Pulse
 from deployments.replica_backend import ReplicaBackend, _is_there
@@ -102,6 +102,16 @@ def refuse(exc: Exception) -> Script:
     return script([1], 0, exc)
 
 
+def say(code: ErrorCode) -> Script:
+    """A replica, or its engine, that does not take the request."""
+
+    async def messages(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        reason = FinishReason.ERROR
+        yield [RequestOutput(request.request_id, finish_reason=reason, error_code=code)]
+
+    return messages
+
+
 def engine_dies(after: int) -> Script:
     """The actor lives on and says that its engine does not."""
 
@@ -123,6 +133,7 @@ class FakeHandle:
     requests: list[Request] = field(default_factory=list)
     avoided: list[tuple[str, ...]] = field(default_factory=list)
     shunned: list[tuple[str, ...]] = field(default_factory=list)
+    may_spill: list[bool] = field(default_factory=list)
     aborted: list[tuple[Any, ...]] = field(default_factory=list)
     recalls: dict[str, Any] = field(default_factory=dict)  # by seat
     num_cancelled: int = 0
@@ -155,6 +166,7 @@ class FakeHandle:
         self.requests.append(request)
         self.avoided.append(place.avoid)
         self.shunned.append(place.shun)
+        self.may_spill.append(place.may_spill)
         messages = self.scripts.pop(0)(request)
 
         def cancel() -> None:
@@ -314,6 +326,30 @@ async def test_full_replicas_turn_away_what_is_new_and_not_what_has_begun(
     assert ids == whole()
 
 
+async def test_who_comes_after_the_last_place_was_taken_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ingresses saw the same one: what is new and what has begun alike."""
+    monkeypatch.setattr("deployments.replica_backend._FULL_RETRY_S", 0.0)
+    full, lost = say(ErrorCode.OVERLOADED), script([1], 3, ActorDiedError())
+    handle = FakeHandle([full, full, lost, full, script([1])])
+    ids, last = await answer(handle)
+    assert ids == whole() and last.finish_reason is FinishReason.LENGTH
+    assert handle.avoided == [(), (), (), ("replica-2",), ("replica-2",)]
+
+
+async def test_control_calls_have_a_queue_of_their_own() -> None:
+    handle = FakeHandle([script([LENGTH - 4])])
+    told = run_engine(Request("r", (1,), SamplingParams(max_tokens=LENGTH)), [4], 1)[0]
+    control = FakeHandle([], recalls={"mine": told})
+    backend = ReplicaBackend(handle, control=control)  # type: ignore[arg-type]
+    request = Request("r/again", (1,), SamplingParams(max_tokens=LENGTH))
+    async for _ in backend.stream(request, Place(("mine",)), again=True):
+        await backend.abort("r/again", 0)
+    await asyncio.sleep(0)
+    assert control.aborted and not handle.aborted and not handle.requests
+
+
 async def test_it_does_not_wait_for_ever_for_another_replica() -> None:
     async def nothing(request: Request) -> AsyncIterator[list[RequestOutput]]:
         await asyncio.Event().wait()
@@ -443,13 +479,65 @@ async def told_by(request: Request, kept: KeptAnswers, num_messages: int) -> Non
 async def again(handle: FakeHandle, n: int = 1) -> dict[int, list[int]]:
     """The ids that another ingress gives."""
     backend = ReplicaBackend(handle)  # type: ignore[arg-type]
-    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=n, seed=1))
+    request = Request("r/again", (1,), SamplingParams(max_tokens=LENGTH, n=n, seed=1))
     place = Place(("dead", "slow"), seats=("other", "mine", "slow"))
     ids: dict[int, list[int]] = {}
     async for output in backend.stream(request, place, again=True):
-        assert output.request_id == "r" and output.error_code is None
+        assert output.request_id == "r/again" and output.error_code is None
         ids.setdefault(output.index, []).extend(output.new_token_ids)
     return ids
+
+
+async def test_what_was_recalled_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has a part of it: no full queue and no seat without room refuses the rest."""
+    monkeypatch.setattr("deployments.replica_backend._FULL_RETRY_S", 0.0)
+    monkeypatch.setattr("deployments.replica_backend.OTHERS_S", 0.0)
+    told = run_engine(Request("r", (1,), SamplingParams(max_tokens=LENGTH)), [3], 1)[0]
+    handle = FakeHandle([refuse(BUSY), script([1])], recalls={"mine": told})
+    assert await again(handle) == whole()
+    assert handle.may_spill == [False, False]
+
+
+@pytest.mark.parametrize("shorter", ["other", "mine"])
+async def test_the_replica_that_knows_most_is_believed(shorter: str) -> None:
+    """One was silent, and another went on: both know a part of it, and one of them is slow."""
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH))
+    recalls = {
+        seat: join(run_engine(request, [2], 1 if seat == shorter else 3))
+        for seat in ("other", "mine")
+    }
+    handle = FakeHandle([script([1])], recalls=recalls | {"slow": "silent"})
+    assert await again(handle) == whole()
+    assert handle.requests[0].resumed == (tuple(whole()[0][:6]),)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NO_ROOM, ErrorCode.OTHER_EXTRAS])
+async def test_a_refusal_is_no_answer(code: ErrorCode) -> None:
+    """A spill seat without room, or a prompt made for other extras: the answer is elsewhere, or
+    comes under the same name."""
+    kept = KeptAnswers()
+    request = Request("r", (1,), SamplingParams(max_tokens=LENGTH, n=2))
+    messages = kept.note(request, say(code)(request))  # type: ignore[arg-type]
+    await anext(messages)
+    assert kept.recall("r") is None
+    assert [_ async for _ in messages] == [] and not kept._closed
+    await told_by(request, kept, 1)
+    found = kept.recall("r")
+    late = kept.note(replace(request, request_id="r/2"), say(code)(request))  # type: ignore[arg-type]
+    assert [_ async for _ in late]
+    assert found is not None and kept.recall("r") == found, "it hides nothing either"
+
+
+async def test_an_answer_that_failed_on_its_way_is_told_with_its_failure() -> None:
+    async def fails(request: Request) -> AsyncIterator[list[RequestOutput]]:
+        yield [RequestOutput(request.request_id, 0, (1, 2))]
+        reason, code = FinishReason.ERROR, ErrorCode.NOT_FINITE
+        yield [RequestOutput(request.request_id, 0, finish_reason=reason, error_code=code)]
+
+    kept, request = KeptAnswers(), Request("r", (1,), SamplingParams(max_tokens=LENGTH))
+    assert [_ async for _ in kept.note(request, fails(request))]  # type: ignore[arg-type]
+    (_, (output,)) = kept.recall("r") or ("", [])
+    assert output.new_token_ids == (1, 2) and output.error_code is ErrorCode.NOT_FINITE
 
 
 @pytest.mark.parametrize("num_messages", [1, 4, 20])
@@ -468,7 +556,7 @@ async def test_it_goes_on_from_what_its_replica_knows(num_messages: int) -> None
     (rest,) = handle.requests
     given = tuple(tuple(ids[: 2 * num_messages]) for ids in whole(2).values())
     assert rest.resumed == given
-    assert rest.request_id.startswith("r/") and base_id(rest.request_id) == "r"
+    assert rest.request_id == "r/again"
 
 
 async def test_it_is_made_anew_where_nobody_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,21 +222,53 @@ async def test_defaults_may_be_switched_off(
     assert len(backend.requests) == 2 and backend.requests[-1].sampling.temperature == 1
 
 
-async def test_a_stream_is_taken_up_again_by_an_ingress_that_knows_nothing(own: Face) -> None:
+async def begun_elsewhere(own: Face) -> list[str]:
+    """The ids of a stream's events, none of which its ingress remembers anything of."""
     bring(own, OWN)
     first = await own.chat(model="pirate", stream=True, seed=1)
-    ids = [line[4:] for line in first.text.splitlines() if line.startswith("id: ")]
-    for chats in own.frontend._texts.values():
-        for adapter in list(chats.chats._known):
-            chats.chats.forget(adapter)
-    before = len(own.backend.requests)
-    body = {"model": "pirate", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    headers = {"Authorization": "Bearer sk-demo-pirate", "Last-Event-ID": ids[1]}
-    rest = await own.client.post("/v1/chat/completions", json=body | {"seed": 1}, headers=headers)
+    for text in own.frontend._texts.values():
+        for adapter in list(text.chats._known):
+            text.chats.forget(adapter)
+    own.backend.requests.clear()
+    return ids_of(first)
+
+
+def ids_of(answer: httpx.Response) -> list[str]:
+    return [line[4:] for line in answer.text.splitlines() if line.startswith("id: ")]
+
+
+async def resume(own: Face, cursor: str) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"model": "pirate", "messages": messages, "stream": True, "seed": 1}
+    headers = {"Authorization": "Bearer sk-demo-pirate", "Last-Event-ID": cursor}
+    return await own.client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_a_stream_is_taken_up_again_by_an_ingress_that_knows_nothing(own: Face) -> None:
+    ids = await begun_elsewhere(own)
+    rest = await resume(own, ids[1])
     assert rest.status_code == 200 and "error" not in rest.text
-    assert [line[4:] for line in rest.text.splitlines() if line.startswith("id: ")] == ids[2:]
-    asked, sent = own.backend.requests[before:]
-    assert asked.request_id == f"{sent.request_id}-extras" and own.backend.again[-1]
+    assert ids_of(rest) == ids[2:]
+    asked, sent = own.backend.requests
+    name, _, mark = sent.request_id.partition("/")
+    assert asked.request_id == f"{name}-extras/{mark}" and own.backend.again[-1]
+
+
+async def test_who_gives_up_takes_nothing_from_who_asks_again(own: Face) -> None:
+    """A client that waited too long for the first answer comes back to the same ingress."""
+    ids = await begun_elsewhere(own)
+    own.backend.gap_s = 0.02
+    first = asyncio.create_task(resume(own, ids[1]))
+    while not own.backend.requests:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(resume(own, ids[1]))
+    while len(own.backend.requests) < 2:
+        await asyncio.sleep(0)
+    first.cancel()
+    assert ids_of(await second) == ids[2:]
+    assert own.backend.again[1:] == [True], "it went on from what is known of it"
+    names = [request.request_id for request in own.backend.requests]
+    assert len(set(names)) == len(names) == 3, "no engine took one for another"
 
 
 async def test_it_changes_faster_than_it_can_be_used(own: Face) -> None:

@@ -22,9 +22,9 @@ def views(*seats: str, model: str = "m", stats: EngineStats = EngineStats()) -> 
     return [ReplicaView(seat, model, f"r-{seat}", "node", stats) for seat in seats]
 
 
-def loads(*rates: float, num_bytes: int = 0) -> list[TenantLoad]:
+def loads(*rates: float) -> list[TenantLoad]:
     return [
-        TenantLoad(f"t{i}", AdapterRef(f"t{i}/x", "u", base="m"), 1.0, rate, num_bytes)
+        TenantLoad(f"t{i}", AdapterRef(f"t{i}/x", "u", base="m"), 1.0, rate)
         for i, rate in enumerate(rates)
     ]
 
@@ -217,13 +217,9 @@ def test_slots_hold_what_is_in_traffic_while_there_are_any() -> None:
 
 
 def test_bytes_are_room_too() -> None:
-    seats = views("m-0", "m-1", "m-2", stats=EngineStats(num_slots=99, arena_bytes=1000))
-    tenants = loads(*[30.0] * 9, num_bytes=300)
-    placement = settle(POLICIES["hash_ring"](Placement(), tenants, seats), tenants, seats)
-    assert set(Counter(homes[0] for homes in placement.homes.values()).values()) == {3}
-    # Of unknown size: as much as those that are resident have in the mean.
+    """As much for each as those that are resident have in the mean."""
     half = EngineStats(num_slots=99, arena_bytes=1000, arena_used_bytes=600, slots_in_use=2)
-    seats = [replace(view, stats=half) for view in seats]
+    seats = views("m-0", "m-1", "m-2", stats=half)
     placement = settle(
         POLICIES["hash_ring"](Placement(), loads(*[30.0] * 9), seats), loads(*[30.0] * 9), seats
     )

@@ -25,7 +25,7 @@ from deployments.metrics import MetricDelta
 from deployments.replica import Replica
 from deployments.router import SeatOrders
 from model_runner.engine_process import EngineProcess
-from model_runner.request import Request, SamplingParams
+from model_runner.request import ErrorCode, Request, SamplingParams
 from tests.guards import take_out
 
 A, B = AdapterRef("t/a", "/a"), AdapterRef("t/b", "/b")
@@ -189,6 +189,34 @@ async def test_an_engine_in_a_child_process_serves_and_its_death_is_noticed(
         await end(replica)
 
 
+async def test_it_takes_so_many_requests_and_what_is_said_about_them(
+    demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    settings = demo_config.models[0].model_copy(update={"max_ongoing_requests": 2})
+    replica = await make_replica(demo_config, settings, router, tmp_path)
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    try:
+        requests = [Request(name, (5, 6, 7), endless) for name in "abc"]
+        streams = [replica.generate(request) for request in requests]
+        for stream in streams[:2]:
+            await anext(stream)
+        ((refusal,),) = [message async for message in streams[2]]
+        assert refusal.error_code is ErrorCode.OVERLOADED
+        assert await replica.recall("c") is None, "nothing was begun"
+        assert await replica.recall("a")
+        async for _ in streams[0]:
+            pass
+        stream = replica.generate(requests[2])
+        (first,) = await anext(stream)
+        assert first.error_code is None
+        for left in (stream, streams[1]):
+            await left.aclose()
+    finally:
+        await end(replica)
+
+
 async def what_failed_is_tried_again(
     replica: Replica, router: FakeRouter, actors: FakeActors, failure: Exception
 ) -> None:
@@ -246,6 +274,29 @@ async def test_a_report_that_was_lost_is_sent_again_as_it_was(
     delta = router.heard[-1][1]
     assert delta.number == 3
     assert (("moe_engine_delivered_tokens_total", ("demo",)), 3) in delta.counters
+
+
+async def test_what_was_counted_last_is_told_before_it_stops(
+    demo_config: ServiceConfig, router: FakeRouter, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also after a report that was under way, and from a replica whose router is gone."""
+    monkeypatch.setattr(replica_side, "_identity", lambda: ("r1", "node"))
+    monkeypatch.setattr(replica_side, "REPORT_PERIOD_S", 3600.0)
+    replica = await make_replica(demo_config, demo_config.models[0], router, tmp_path)
+    while not router.heard:
+        await asyncio.sleep(0.005)
+    under_way = replica._outbox.next(lambda: replica._count(replica._loop.stats()))
+    request = Request("r", (5, 6, 7), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [message async for message in replica.generate(request)]
+    await end(replica)
+    told, last = (delta for _, delta in router.heard[-2:])
+    assert told == under_way and last.number == told.number + 1
+    assert (("moe_engine_delivered_tokens_total", ("demo",)), 3) in last.counters
+    replica = await make_replica(demo_config, demo_config.models[0], router, tmp_path)
+    router.failure = ActorDiedError()
+    await end(replica)
+    assert not replica._loop.alive
 
 
 async def test_it_reports_on_after_a_failure_of_any_kind(

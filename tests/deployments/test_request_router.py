@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -99,6 +101,46 @@ async def test_one_spill_seat_and_only_where_nothing_is_evicted() -> None:
     assert await waiting == first
 
 
+async def test_a_flood_asks_full_replicas_no_more_than_one_request_does() -> None:
+    first, second, _ = rendezvous_order("t/x", SEATS)
+
+    async def flood(number: int) -> tuple[int, int]:
+        replicas = {seat: FakeReplica(seat, max_ongoing_requests=1) for seat in SEATS}
+        for seat in (first, second):
+            replicas[seat].ongoing = 1
+        ingress = Ingress(replicas.values(), spill_after_s=0.01)
+        waiting = [
+            asyncio.create_task(ingress.send(Place((first,), "t/x"), 0.001)) for _ in range(number)
+        ]
+        await asyncio.sleep(0.3)
+        asked = replicas[first].num_asked, replicas[second].num_asked
+        assert not any(task.done() for task in waiting)
+        replicas[second].ongoing = 0
+        spilled = await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert {replica.seat for replica in spilled} == {second}
+        return asked
+
+    alone, many = await flood(1), await flood(50)
+    assert min(alone) > 5, "the test has lost its point"
+    assert many[0] < 3 * alone[0] and many[1] < 3 * alone[1], (alone, many)
+
+
+async def test_a_silent_home_holds_up_none_that_may_spill() -> None:
+    first, second, _ = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat) for seat in SEATS}
+    replicas[first].is_silent = True
+    ingress = Ingress(replicas.values(), spill_after_s=0.01)
+    place = Place((first,), "t/x")
+    waiting = [asyncio.create_task(ingress.send(place, 0.001)) for _ in range(50)]
+    stays = asyncio.create_task(ingress.send(replace(place, may_spill=False), 0.001))
+    done, _ = await asyncio.wait(waiting, timeout=2)
+    assert len(done) >= 49, "but for the one that waits for its answer just now"
+    assert {task.result().seat for task in done} == {second}
+    assert not stays.done()
+    for task in (stays, *waiting):
+        task.cancel()
+
+
 async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() -> None:
     replicas = {seat: FakeReplica(seat) for seat in SEATS}
     ingress = Ingress(replicas.values())
@@ -120,6 +162,56 @@ async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() ->
         done, _ = await asyncio.wait({waiting}, timeout=0.1)
         assert not done, "what a request was lost on never has it again"
         waiting.cancel()
+
+
+async def test_a_control_call_goes_to_its_seat_full_or_not() -> None:
+    replicas = {seat: FakeReplica(seat, max_ongoing_requests=1, ongoing=1) for seat in SEATS}
+    ingress = Ingress(replicas.values())
+    recall = pending_request(Place(("b",), "b", may_spill=False), method="recall")
+    assert (await asyncio.wait_for(ingress.choose(recall), 5)).seat == "b"
+    replicas["a"].is_silent = True
+    validate = pending_request(None, method="validate")
+    for _ in SEATS:
+        chosen = await asyncio.wait_for(ingress.choose(validate), 5)
+        assert chosen.seat in ("b", "c"), "one that answers"
+    request = asyncio.create_task(ingress.choose(pending_request(Place(("b",), "t/x"))))
+    done, _ = await asyncio.wait({request}, timeout=0.05)
+    assert not done
+    request.cancel()
+
+
+async def test_requests_leave_the_places_for_control_calls_free() -> None:
+    router = Ingress([], spill_after_s=60).router
+    router.initialize_state(control_places=64)
+    info: Any = SimpleNamespace(
+        max_ongoing_requests=66, multiplexed_model_ids=(), is_cross_language=False,
+        get_actor_handle=lambda: None,
+    )  # fmt: skip
+    assert router.create_replica_wrapper(info).max_ongoing_requests == 2
+
+
+async def test_who_comes_back_from_a_full_replica_does_not_wait_from_the_end() -> None:
+    replica = FakeReplica("a", max_ongoing_requests=1, ongoing=1)
+    ingress = Ingress([replica], spill_after_s=60)
+    ingress.router.on_new_queue_len_info(replica.replica_id, 1)
+    been_there = Place(("a",), "t/x", taken_by=["SERVE_REPLICA::a"])
+    order: list[str] = []
+
+    async def wait_for(name: str, place: Place) -> None:
+        await ingress.choose(pending_request(place))
+        ingress.router.on_new_queue_len_info(replica.replica_id, 1)
+        replica.ongoing = 1
+        order.append(name)
+
+    places = {"first": Place(("a",), "t/x"), "second": Place(("a",), "t/x"), "back": been_there}
+    waiting = [asyncio.create_task(wait_for(*item)) for item in places.items()]
+    for number in range(3):
+        await asyncio.sleep(0.02)
+        replica.ongoing = 0
+        while len(order) <= number:
+            await asyncio.sleep(0.001)
+    assert order[-1] == "second", order
+    await asyncio.gather(*waiting)
 
 
 async def test_replicas_learn_that_a_call_has_spilled() -> None:

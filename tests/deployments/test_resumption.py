@@ -3,6 +3,7 @@
 The backend pretends. Not here: what breaks streams (test_kills.py).
 """
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from tests.deployments.conftest import Face, ScriptedBackend
 from tests.guards import take_out
 from tests.sse_client import Event, read_events
 
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90}
 PROMPTS = {"model": "demo", "prompt": ["Hi", "there"], "n": 2, "max_tokens": 5}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", CHAT),
@@ -27,6 +28,13 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", PROMPTS),
     "offsets": ("/v1/completions", PROMPTS | {"logprobs": 1, "seed": 3}),
 }
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>A town<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "I look.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm. How?<|end|><|start|>"
+    "assistant<|channel|>final<|message|>It is Tokyo. How now?<|return|>"
+)
 
 
 async def post(
@@ -77,9 +85,11 @@ def joined(events: list[Event]) -> dict[Any, Any]:
             answer["usage"] = chunk["usage"]
             continue
         (choice,) = chunk["choices"]
-        seen = answer.setdefault(choice["index"], {"text": "", "roles": 0, "lines": [], "ends": []})
+        new = {"text": "", "reasoning": "", "roles": 0, "lines": [], "ends": []}
+        seen = answer.setdefault(choice["index"], new)
         delta = choice.get("delta", {})
         seen["text"] += choice.get("text", "") + delta.get("content", "")
+        seen["reasoning"] += delta.get("reasoning_content", "")
         seen["roles"] += "role" in delta
         lines = choice["logprobs"] or {}
         seen["lines"] += lines.get("content") or list(
@@ -92,6 +102,20 @@ def joined(events: list[Event]) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_from_every_event_the_rest_comes_once(face: Face, name: str) -> None:
+    await from_every_event(face, name)
+
+
+@pytest.mark.parametrize("name", ["chat", "logprobs", "stop"])
+async def test_of_two_kinds_of_text_too(harmony_face: Face, name: str) -> None:
+    harmony_face.backend.words = CHANNELS
+    answer = await from_every_event(harmony_face, name)
+    texts = {(answer[i]["text"], answer[i]["reasoning"]) for i in range(1 + (name == "stop"))}
+    end = "" if name == "stop" else " How now?"
+    assert texts == {(f"I look.\nIt is Tokyo.{end}", "A town\nHm. How?")}
+
+
+async def from_every_event(face: Face, name: str) -> dict[Any, Any]:
+    """The whole answer, once its rest has come after every event."""
     whole = events_of(await post(face, name))
     seeds = [request.sampling.seed for request in face.backend.requests]
     assert not any(face.backend.again)
@@ -106,6 +130,21 @@ async def test_from_every_event_the_rest_comes_once(face: Face, name: str) -> No
         if number % 4 == 0 and len(rest) > 2:  # and it breaks once more
             again = events_of(await post(face, name, rest[1].id))
             assert joined(whole[: number + 1] + rest[:2] + again) == joined(whole)
+    return joined(whole)
+
+
+async def test_two_connections_to_one_answer_end_each_for_itself(face: Face) -> None:
+    """One aborts a choice that met its stop string; the other has not come so far."""
+    whole = events_of(await post(face, "stop"))
+    face.backend.gap_s = 0.01
+    first = asyncio.create_task(post(face, "stop", whole[0].id))
+    while len(face.backend.requests) < 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(post(face, "stop", whole[0].id))
+    for answer in await asyncio.gather(first, second):
+        assert joined(whole[:1] + events_of(answer)) == joined(whole)
+    assert len({name for name, _ in face.backend.aborted}) == 2
 
 
 async def test_draws_differ_by_request_and_prompt_unless_a_seed_is_named(face: Face) -> None:

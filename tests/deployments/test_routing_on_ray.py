@@ -20,6 +20,7 @@ from ray import serve
 from deployments.application import start
 from deployments.config import load_config
 from deployments.metrics import MetricDelta
+from deployments.placement.view import Place
 from model_runner.stats import EngineStats
 from tests.deployments.conftest import DEMO
 from tests.ray_world import ray_world, start_ray
@@ -130,17 +131,34 @@ async def test_sixteen_sub_calls_of_one_request_do_not_hang(url: str) -> None:
         assert len({choice["text"] for choice in answer["choices"]}) == 1
 
 
+async def calls_get_into_a_full_replica(names: list[str]) -> None:
+    """What is said about the two that fill it does not wait for their ends."""
+    handle = serve.get_deployment_handle("Replica-narrow", "default")
+    seat = Place(("narrow-0",), "narrow-0", may_spill=False)
+    async with asyncio.timeout(20):
+        (found,) = await stats("narrow")
+        assert found.running == 2, "no more than that"
+        validate = handle.options(method_name="validate")
+        report = await validate.remote(str(DEMO / "adapters" / "pirate"))
+        assert report["served"]
+        await handle.broadcast("abort", names[0], 0).results_async()
+        recalled = await handle.options(method_name="recall").remote(names[1], place=seat)
+        assert sum(len(output.new_token_ids) for output in recalled)
+
+
 async def test_beyond_its_queue_a_base_refuses_and_serves_the_rest(url: str) -> None:
     """Two answers run, and of ten more requests three may wait."""
     body = {"model": "narrow", "prompt": "The", "max_tokens": 8, "temperature": 0}
     endless = body | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
     async with client(url) as http, AsyncExitStack() as running:
-        streams = []  # one that nobody holds is closed
+        streams, names = [], []  # a stream that nobody holds is closed
         for _ in range(2):
             answer = await running.enter_async_context(
                 http.stream("POST", "/v1/completions", json=endless)
             )
             assert answer.status_code == 200
+            ours, *_ = answer.headers.get_list("x-request-id", split_commas=True)
+            names.append(ours.removeprefix("cmpl-") + "-0")
             streams.append(answer.aiter_lines())
             assert (await anext(streams[-1])).startswith("id: "), "it runs"
         flood = [
@@ -157,6 +175,7 @@ async def test_beyond_its_queue_a_base_refuses_and_serves_the_rest(url: str) -> 
             assert found.status_code == 503 and found.headers["retry-after"] == "1", found.text
             assert found.json()["error"]["code"] == "overloaded"
         assert [task.done() for task in flood].count(False) == 3
+        await calls_get_into_a_full_replica(names)
         await running.aclose()  # the two leave, and those that wait take their places
         statuses = [(await task).status_code for task in flood]
         assert statuses.count(200) == 3 and statuses.count(503) == 7

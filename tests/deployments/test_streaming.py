@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from deployments.streaming import Tally, interleave
-from model_runner.text import TextOutput
+from model_runner.sequence_text import TextOutput
 
 
 async def numbers(

@@ -17,7 +17,8 @@ from adapter_store.contents import KnownContents
 from deployments import catalog_link, router_link, usage
 from deployments.catalog import Answer, Report
 from deployments.catalog_link import CatalogLink
-from deployments.metrics import OUTPUT_TOKENS, MetricLog
+from deployments.ingress import Ingress
+from deployments.metrics import OUTPUT_TOKENS, MetricDelta, MetricLog
 from deployments.turns import take_turns
 from deployments.usage import UsageLog, UsageWriter
 from deployments.usage_store import FolderStore
@@ -98,6 +99,29 @@ async def test_counts_and_the_map_outlive_a_call_that_failed(
         await is_reached(lambda: bool(seen), task)
     _, tokens, delta, _ = seen[0]
     assert tokens == {"pirate/pirate": 9} and len(delta.counters) == 1
+
+
+async def test_what_was_counted_last_is_told_before_an_ingress_stops(face: Face) -> None:
+    seen: list[MetricDelta] = []
+
+    async def sync(*args: Any) -> None:
+        seen.append(args[2])
+
+    async def echo(value: Any) -> Any:
+        return value
+
+    router: Any = SimpleNamespace(
+        sync=SimpleNamespace(remote=sync), metric_tenants=SimpleNamespace(remote=echo)
+    )
+    link = router_link.RouterLink(face.frontend, router)
+    under_way = link._outbox.next(face.frontend.log.drain)
+    face.frontend.log.count(OUTPUT_TOKENS, ("demo", "pirate"), 5)
+    ingress: Any = SimpleNamespace(_frontend=face.frontend, _link=link, _tasks=[], _writer=None)
+    stop: Any = Ingress.__mro__[1].__dict__["__del__"]  # Serve's own lies around it
+    await stop(ingress)
+    assert seen[0] == under_way and [value for _, value in seen[1].counters] == [5]
+    router.sync.remote = once_failing(sync)  # nor does a router in trouble keep it
+    await stop(ingress)
 
 
 async def test_a_router_in_trouble_is_no_bug_of_the_ingress(face: Face) -> None:

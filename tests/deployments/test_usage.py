@@ -400,6 +400,44 @@ def test_sums_pass_over_doubles_and_days(store: FlakyStore) -> None:
     assert sum_by_tenant(read_records(store, "2026-02-02")) == {}
 
 
+def put(store: FlakyStore, day: str, *records: UsageRecord) -> None:
+    name = f"{day}/w-{len(store.puts):03d}.jsonl"
+    store.put_new(name, "".join(record.line() + "\n" for record in records).encode())
+
+
+def at(day: int, time_: str) -> str:
+    return f"2026-03-{day:02d}T{time_}.000+00:00"
+
+
+def test_days_add_up_to_the_bill(store: FlakyStore) -> None:
+    """Whatever runs, or is asked for again, over midnight is one day's, and only once."""
+    began = replace(RECORD, request="again", started=at(1, "23:59:50"), delivered=400)
+    resumed = replace(began, connection="c2", started=at(2, "00:00:06"), delivered=450)
+    put(store, "2026-03-01", replace(began, status=RUNNING, delivered=300))
+    put(store, "2026-03-02", replace(began, status="499"), replace(resumed, status=RUNNING))
+    put(store, "2026-03-02", replace(resumed, delivered=500))
+    moved = replace(RECORD, request="moved", status=MOVED, started=at(1, "23:00:00"), delivered=30)
+    attempt = replace(moved, attempt=2, prompt=0, status="200", started=at(2, "01:00:00"))
+    put(store, "2026-03-02", moved, attempt)
+    long = replace(RECORD, request="long", started=at(1, "12:00:00"), status=RUNNING)
+    for day in (1, 2, 3, 5):  # one day the store was away
+        put(store, f"2026-03-{day:02d}", replace(long, delivered=day, ended=at(day, "13:00:00")))
+    put(store, "2026-03-06", replace(long, status="200", delivered=77))
+    plain = replace(RECORD, request="plain", started=at(2, "15:00:00"), delivered=1000)
+    put(store, "2026-03-02", plain)
+    put(store, "2026-03-09", replace(plain, request="late", started=at(9, "00:00:00")))
+    bills = {
+        day: sum_by_tenant(read_records(store, f"2026-03-{day:02d}")).get("pirate", {})
+        for day in range(1, 12)
+    }
+    assert {day: bill["billed"] for day, bill in bills.items() if bill} == {
+        1: 500 + 60 + 77, 2: 1000, 9: 1000,
+    }  # fmt: skip
+    whole = sum_by_tenant(read_records(store))["pirate"]
+    for name, total in whole.items():
+        assert total == sum(bill.get(name, 0) for bill in bills.values()), name
+
+
 def test_an_answer_asked_for_again_is_billed_once_as_far_as_it_came() -> None:
     """The first connection broke after 5 + 3 tokens; the second went on, and holds all 12."""
     first = [RECORD, replace(RECORD, attempt=2, prompt=0, delivered=3, status=RUNNING)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kernels.moe_gate as own
+from kernels.moe_gate_groups import GateRule, moe_gate_groups
 from tests.kernels.mutant import mutant
 
 NAN = float("nan")
@@ -69,3 +70,14 @@ def test_gate_without_the_nan_guard_fails(tmp_path: Path) -> None:
 def test_gate_refuses_a_top_k_that_cannot_be(top_k: int) -> None:
     with pytest.raises(ValueError, match="top_k must be in 1..5"):
         own.moe_gate(torch.zeros(1, 5), top_k, True)
+
+
+@both
+@pytest.mark.parametrize("row", [[16.0, 18.0, 20.0], [14.0, 14.0625, 1.0], [17.25, 17.5, 1.0]])
+def test_sigmoids_that_are_equal_in_fp32_do_not_hide_the_larger_logit(
+    form: str, row: list[float]
+) -> None:
+    logits = torch.tensor([row])
+    weights, ids = moe_gate_groups(logits, None, 1, GateRule(sigmoid=True))
+    assert ids.item() == max(range(3), key=row.__getitem__)
+    assert weights.item() == pytest.approx(1.0, abs=1e-5)

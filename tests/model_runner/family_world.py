@@ -44,6 +44,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "attention_bias": True, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4,
         "num_hidden_layers": 4, "sliding_window": 16, "swiglu_limit": 7.0,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "quantization_config": {"quant_method": "mxfp4"},
     }, {"num_local_experts": 4, "quantization_config": None}),
     "qwen3-moe": ("Qwen3Moe", {

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from model_runner.__main__ import main
+from model_runner.stdio_command import SAMPLING_FIELDS
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR, PADDING_IDS
 
 ROOT = Path(__file__).parents[2]
@@ -188,6 +189,50 @@ def test_a_bad_line_is_answered_and_the_engine_goes_on(stdio, line, name, word):
     assert len(stdio.ids(good)) == 3
 
 
+# Of each field, values of every JSON type that it must not have.
+_NUMBER = (True, "1", [], {})
+_INTEGER = (*_NUMBER, 1.5)
+WRONG_TYPES: dict[str, tuple[object, ...]] = {
+    "id": (None, True, 1.5, [], {}),
+    "cmd": (True, 1, 1.5, "", [], {}),
+    "adapter": (True, 0, 1.5, [], ["pirate"], {}),
+    "input_ids": (None, True, 1, 1.5, "12", {}, {"1": 2}, ["1"], [True], [1.5], [None], [[1]]),
+    "logit_bias": (True, 0, 1.5, "", [], [[5, 1.0]], {"x": 1}, {"5": "1"}, {"5": None}, {"5": []}),
+    "stop_ids": (True, 0, 1.5, "", "5", {}, ["5"], [True], [5.0], [None], [[]]),
+    "ignore_eos": (0, 1.5, "true", [], {}),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(("top_k", "seed", "max_tokens", "min_tokens"), _INTEGER),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _INTEGER),
+}
+
+
+@pytest.mark.parametrize("field", [*WRONG_TYPES, "abort"])
+def test_a_wrong_type_is_answered_by_name_and_harms_no_other(stdio, field):
+    good, wrong = f"beside-{field}", WRONG_TYPES["id" if field == "abort" else field]
+    asked = {"input_ids": [5, 6, 7], "ignore_eos": True}
+    stdio.send({"id": good, **asked, "max_tokens": 40})
+    for number, value in enumerate(wrong):
+        line = {"id": f"wrong-{field}-{number}", **asked, field: value}
+        if field == "abort":
+            line = {"cmd": "abort", "id": value}
+        name = None if field in ("id", "abort") else line["id"]
+        stdio.by_id.pop(name, None)
+        stdio.send(line)
+        stdio.wait(lambda name=name: stdio.ended(name))
+        (answer,) = stdio.by_id[name]
+        assert answer["finish_reason"] == "error" and not answer["token_ids"]
+        assert ("id" if field == "abort" else field) in answer["error"].split(), (value, answer)
+    stdio.wait(lambda: stdio.ended(good))
+    assert len(stdio.ids(good)) == 40
+
+
+def test_every_field_of_the_protocol_is_asked_wrongly():
+    assert {*WRONG_TYPES} == {"id", "cmd", "adapter", "input_ids", "logit_bias", "stop_ids"} | {
+        *SAMPLING_FIELDS
+    }
+
+
 def test_bias_penalties_and_logprobs(stdio):
     asked = {"input_ids": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     bias = {"40": 100, "41": 99.5}
@@ -253,6 +298,33 @@ def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
     assert "none" in (tmp_path / "out" / "missing.error.txt").read_text()
 
 
+def test_a_wrong_type_in_a_job_is_answered_by_name_and_harms_no_other(tmp_path):
+    wrong = {
+        "model": (True, 1, 1.5, [], {}),
+        "adapter": WRONG_TYPES["adapter"],
+        "input_ids": WRONG_TYPES["input_ids"],
+        "score_from": (*_INTEGER, -1),
+    }
+    asked = {"input_ids": [5, 6, 7, 8]}
+    lines = [{"id": "first", **asked, "score_from": 0}]
+    lines += [
+        {"id": f"{field}.{number}", **asked, field: value}
+        for field, values in wrong.items()
+        for number, value in enumerate(values)
+    ]
+    lines.append({"id": "last", **asked, "score_from": 9})
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out"
+    words = ["--model", str(BASE_DIR), "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(out)]
+    subprocess.run([*COMMAND, "logits", *words], cwd=ROOT, check=True)
+    for line in lines[1:-1]:
+        said = (out / f"{line['id']}.error.txt").read_text()
+        assert said.startswith(f"{line['id'].split('.')[0]} must be "), said
+    scores = [json.loads((out / f"{name}.score.json").read_text()) for name in ("first", "last")]
+    assert [len(score["chosen"]) for score in scores] == [3, 0]
+    assert len(list(out.iterdir())) == len(lines)
+
+
 def test_what_was_asked_before_the_end_of_stdin_is_answered() -> None:
     asked = [{"id": n, "input_ids": [1, 292, 201 + n], "max_tokens": 12, "ignore_eos": True}
              for n in range(5)]  # fmt: skip
@@ -282,7 +354,9 @@ def refusal_of(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     return said.err
 
 
-@pytest.mark.parametrize("line", ["{}", '{"id": "a"}', "[1]", "{nope}"])
+@pytest.mark.parametrize(
+    "line", ["{}", '{"id": "a"}', "[1]", "{nope}", '{"id": [], "input_ids": [1]}', "[" * 100_000]
+)
 def test_a_job_that_is_none_is_named(
     line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,7 +163,7 @@ def test_look_ahead_names_the_row_of_the_step_before() -> None:
     batch = world.step()
     assert batch is not None
     assert batch.token_ids == ((), ()) and sorted(batch.sources) == [0, 1]
-    assert batch.starts == (3, 2) and batch.num_decodes == 2
+    assert batch.starts == (3, 2)
     assert [batch.position(row) for row in (0, 1)] == [4, 3]
 
 

@@ -17,10 +17,12 @@ from model_runner.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from model_runner.sequence_text import TextOutput
 from model_runner.stop_strings import StopMatcher, StopTable
-from model_runner.text import TextEngine, TextOutput
+from model_runner.text import TextEngine
 from model_runner.tokenizer import Tokenizer
 from tests.model_runner.demo import BASE_DIR
+from tests.model_runner.vocabularies import sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -252,12 +254,84 @@ def test_a_stop_ids_own_text_is_left_out(tokenizer: Tokenizer) -> None:
     assert "".join(n.text for n in another) == "It is Tokyo."
 
 
+# A text that goes on
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Whose words bring their own space."""
+    return sentencepiece(tmp_path_factory.mktemp("words"))
+
+
+def go_on(
+    tokenizer: Tokenizer,
+    prompt: str,
+    answers: Sequence[str],
+    stop: Sequence[str] = (),
+    delivered: int | None = None,
+    is_chat: bool = False,
+) -> list[TextOutput]:
+    """Each sequence's end. delivered  so many ids were, before the stream was taken up again"""
+    ids = [tokenizer.encode(answer) for answer in answers]
+    lanes = [outputs_of(of[delivered or 0 :], index=i) for i, of in enumerate(ids)]
+    engine = FakeEngine([output for lane in lanes for output in lane])
+    sampling = SamplingParams(n=len(ids))
+    resumed = () if delivered is None else tuple(tuple(of[:delivered]) for of in ids)
+    request = Request("r", tuple(tokenizer.encode(prompt)), sampling, resumed=resumed)
+
+    async def run() -> list[TextOutput]:
+        texts = TextEngine(tokenizer, engine.stream, engine.abort)
+        parts: dict[int, list[TextOutput]] = {i: [] for i in range(len(ids))}
+        async for output in texts.stream(request, stop, is_chat=is_chat):
+            parts[output.index].append(output)
+        joined = ["".join(output.text for output in of) for of in parts.values()]
+        return [
+            dataclasses.replace(of[-1], text=text)
+            for of, text in zip(parts.values(), joined, strict=True)
+        ]
+
+    return asyncio.run(run())
+
+
+def test_a_completion_keeps_its_first_space(words: Tokenizer) -> None:
+    answers = ["▁To", "▁▁To", "kyo▁is", "東▁is"]
+    told = go_on(words, "▁It▁is", answers)
+    assert [o.text for o in told] == [" To", "  To", "kyo is", "東 is"]
+    assert [o.text for o in go_on(words, "東", answers)] == [" To", "  To", "kyo is", "東 is"]
+    assert [o.text for o in go_on(words, "<s>", answers)] == ["To", " To", "kyo is", "東 is"]
+    told = go_on(words, "▁It▁is", answers, is_chat=True)
+    assert [o.text for o in told] == ["To", " To", "kyo is", "東 is"]
+
+
+def test_stop_strings_know_the_space_and_not_the_prompt(words: Tokenizer) -> None:
+    told = go_on(words, "▁It▁is", ["▁To", "▁is▁To"], [" To"])
+    assert [(o.text, o.stop_reason) for o in told] == [("", " To"), (" is", " To")]
+    told = go_on(words, "▁It▁is", ["▁To", "kyo"], ["is To", "is", "s k", "skyo"])
+    assert [(o.text, o.stop_reason) for o in told] == [(" To", None), ("kyo", None)]
+
+
+def test_a_resumed_completion_goes_on_after_what_was_delivered(words: Tokenizer) -> None:
+    whole = "▁is▁To▁is東▁To."
+    for delivered in range(1, len(words.encode(whole))):
+        told = go_on(words, "▁It", [whole, whole], delivered=delivered)
+        before = go_on(words, "▁It", [whole])[0].text.removesuffix(told[0].text)
+        given = words.encode(whole)[:delivered]
+        text = words.decode([*words.encode("▁It"), *given]).removeprefix("It")
+        assert before == text.rstrip("\ufffd") and told[0].text == told[1].text
+    # " is T" was held back, for it might have become the stop string; now it does, or does not
+    for stop in ("is To is", "is To."):
+        kept, at = first_match(" is To is東 To.", [stop])
+        told = go_on(words, "▁It", [whole], [stop], delivered=2)
+        assert (told[0].text, told[0].stop_reason) == (kept.removeprefix(" "), at)
+
+
 class Pieces(Tokenizer):
     """A byte-level tokenizer whose token i stands for the i-th piece."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._bytes = dict(enumerate(pieces))
         self._special = frozenset()
+        self.special_ids = {}
         self._byte_level = True
 
 

@@ -6,16 +6,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders
 
 from model_runner.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.model_runner.demo import ANSWERS, BASE_DIR, PADDING_IDS, QUESTIONS, chat
+from tests.model_runner.vocabularies import save, sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,34 +27,9 @@ def demo() -> Tokenizer:
     return Tokenizer(BASE_DIR)
 
 
-def save(fast: tokenizers.Tokenizer, folder: Path, **config: object) -> Tokenizer:
-    folder.mkdir(parents=True, exist_ok=True)
-    fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer(folder)
-
-
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2 and Mixtral have it: words with a leading mark, single bytes for all else."""
-    words = ["<s>", "</s>", "<unk>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += ["▁", "▁It", "▁is", "To", "kyo", "▁To", ".", "▁▁", "東", "~"]
-    scored = [(word, -float(word.startswith("<"))) for word in words]
-    fast = tokenizers.Tokenizer(
-        models.Unigram(scored, unk_id=words.index("<unk>"), byte_fallback=True)
-    )
-    fast.decoder = decoders.Sequence(
-        [
-            decoders.Replace("~", ""),  # a token without text
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    fast.add_special_tokens(["<s>", "</s>"])
-    return save(fast, tmp_path_factory.mktemp("fallback"), eos_token="</s>")
+    return sentencepiece(tmp_path_factory.mktemp("fallback"))
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +150,18 @@ def test_end_ids_come_from_all_three_files(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).eos_ids == tuple(sorted({*own, 5, 9}))
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], chunks: list[int]) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer)
+@pytest.fixture(scope="module")
+def metaspace(fallback: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As newer SentencePiece conversions have it: one decoder that knows the first token."""
+    fast = tokenizers.Tokenizer.from_str(fallback._fast.to_str())
+    fast.decoder = decoders.Metaspace()
+    return save(fast, tmp_path_factory.mktemp("metaspace"), eos_token="</s>")
+
+
+def pieces(
+    tokenizer: Tokenizer, ids: list[int], chunks: list[int], before: Sequence[int] = ()
+) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, before)
     given_text, at = [], 0
     for size in [*chunks, len(ids)]:
         given_text.append(detokenizer.push(ids[at : at + size]))
@@ -188,7 +175,7 @@ CHUNKS = st.lists(st.integers(0, 4), max_size=60)
 
 @SAME_EACH_TIME
 @given(data=st.data(), chunks=CHUNKS)
-@pytest.mark.parametrize("kind", ["demo", "extended", "fallback"])
+@pytest.mark.parametrize("kind", ["demo", "extended", "fallback", "metaspace"])
 def test_pieces_join_to_the_whole(
     request: pytest.FixtureRequest, kind: str, data: st.DataObject, chunks: list[int]
 ) -> None:
@@ -199,8 +186,52 @@ def test_pieces_join_to_the_whole(
 
 
 @SAME_EACH_TIME
+@given(data=st.data(), chunks=CHUNKS)
+@pytest.mark.parametrize("kind", ["demo", "extended", "fallback", "metaspace"])
+def test_an_answer_goes_on_with_the_text_before(
+    request: pytest.FixtureRequest, kind: str, data: st.DataObject, chunks: list[int]
+) -> None:
+    """Any ids at all, unless those before end within a character."""
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    some = st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=20)
+    before, ids = data.draw(some), data.draw(some)
+    with_text = [i for i in before if tokenizer.text_end((i,))]
+    assume(tokenizer._byte_level or not {*with_text[-1:]} & tokenizer._fallback_ids)
+    assume(not tokenizer._byte_level or not tokenizer.decode(before).endswith("\ufffd"))
+    added = tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
+    assert "".join(pieces(tokenizer, ids, chunks, before)) == added
+
+
+WORDS_AND_BYTES = st.lists(
+    st.sampled_from(["\u2581", "\u2581It", "\u2581is", ".", "\u6771", "\u00e9"])
+)
+
+
+@SAME_EACH_TIME
+@given(first=WORDS_AND_BYTES, second=WORDS_AND_BYTES, chunks=CHUNKS)
+def test_words_and_lone_bytes_go_on_after_each_other(
+    fallback: Tokenizer, first: list[str], second: list[str], chunks: list[int]
+) -> None:
+    before, ids = (fallback.encode("".join(words)) for words in (first, second))
+    added = fallback.decode([*before, *ids])[len(fallback.decode(before)) :]
+    assert "".join(pieces(fallback, ids, chunks, before)) == added
+    spelled = b"".join(
+        fallback.token_bytes(i, begins=not fallback.text_end([*before, *ids[:at]]))
+        for at, i in enumerate(ids)
+    )
+    assert spelled.decode() == added
+
+
+def test_a_character_cut_by_the_border_is_joined_by_neither(fallback: Tokenizer) -> None:
+    by_bytes = {fallback.token_bytes(i): i for i in range(fallback.vocab_size)}
+    cut, rest = ([by_bytes[bytes((b,))] for b in part] for part in (b"\xe4", b"\xba\xac"))
+    assert pieces(fallback, [*rest, by_bytes[b"."]], [3], cut) == ["\ufffd\ufffd.", "", ""]
+    assert pieces(fallback, [by_bytes[b" It"]], [1], cut) == [" It", "", ""]
+
+
+@SAME_EACH_TIME
 @given(text=st.text(max_size=30), chunks=CHUNKS)
-@pytest.mark.parametrize("kind", ["demo", "extended", "fallback"])
+@pytest.mark.parametrize("kind", ["demo", "extended", "fallback", "metaspace"])
 def test_pieces_of_real_text_hold_no_replacement(
     request: pytest.FixtureRequest, kind: str, text: str, chunks: list[int]
 ) -> None:
