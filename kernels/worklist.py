@@ -205,7 +205,7 @@ def _groups(
         return slot_groups(slot_of_token, num_slots, 1)
     groups = slot_groups(slot_of_token, num_slots, ids.shape[1])
     is_here = ((ids >= 0) & (ids < num_experts)).flatten()  # [N]
-    if is_here.all():
+    if not groups or is_here.all():
         return groups
     return tuple((slot, rows[is_here[rows]]) for slot, rows in groups)
 

@@ -102,5 +102,5 @@ def test_every_link_and_path_leads_somewhere() -> None:
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("make test")
+    assert re.search(r"^make test( \|\| failed=1)?$", script.read_text(), re.M)
     assert re.search(r"^make test ", README, re.M)
