@@ -47,6 +47,12 @@ def _countable(amount: float) -> float:
     return amount
 
 
+def _whole_above_one(amount: float) -> float:
+    if amount > 1 and amount % 1:
+        raise ValueError("Ray parts one GPU and no more: above 1 it must be a whole number")
+    return amount
+
+
 _Resource = Annotated[float, Field(ge=0), AfterValidator(_countable)]
 
 
@@ -77,7 +83,7 @@ class ModelSettings(_Section):
     scale_up_after_s: Annotated[float, Field(ge=0)] = 3
     scale_down_after_s: Annotated[float, Field(ge=0)] = 300
     num_cpus: _Resource = 0.1
-    num_gpus: _Resource = 0
+    num_gpus: Annotated[_Resource, AfterValidator(_whole_above_one)] = 0
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 128
     max_queued_requests: Annotated[int, Field(ge=1)] = 256
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
@@ -155,7 +161,8 @@ class AdapterSettings(_Section):
     """Where adapters lie.
 
     root            `s3://bucket/prefix` or a folder; uris without a scheme are below it
-                    ("" = below the folder that relative folders are meant from)
+                    ("" = below the folder that relative folders are meant from; operators
+                    then name them in full)
     host_cache_dir  the host tier of each node ("" = a folder in /dev/shm that goes with us)
     """
 

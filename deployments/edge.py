@@ -94,7 +94,8 @@ class _Part(dict[str, Any]):
 class _Upload:
     """One request's body on its way into the proxy, which keeps what the ingress has not fetched.
 
-    How long an answer takes is no matter here: what is being answered has been fetched.
+    How long an answer takes is no matter here: what is being answered has been fetched. But for a
+    small body's only part: Serve holds that until its request is over.
     """
 
     def __init__(self, edge: Edge, receive: Receive) -> None:

@@ -241,7 +241,7 @@ class Frontend:
         """
         text = self._text_of(job, meter, again)
         num_choices = job.requests[0].sampling.n
-        requests, remake = job.requests, Remaker(job)
+        requests, remake = job.requests, Remaker(self._with_turns(job))
         # What a broken connection was told of is no place to learn of another template.
         if again and text.chats.known(job.target.adapter) is None:
             extras = await text.ask_extras(requests[0])
@@ -258,6 +258,14 @@ class Frontend:
                     raise engine_error(output.error_code, output.error)
                 meter.saw(job, output)
                 yield number * num_choices + output.index, output
+
+    def _with_turns(self, job: Job) -> Job:
+        """Made anew of a big body, it waits for its tenant's turn, as it did when it was made."""
+        remake = job.remake
+        if remake is None or job.kept_bytes <= BIG_BYTES:
+            return job
+        tenant_id = job.requests[0].tenant_id
+        return replace(job, remake=lambda e: self._in_turn(tenant_id, partial(remake, e)))
 
     async def first(self, outputs: Outputs) -> Output:
         """The first output: an error that comes instead of it can still be an HTTP status."""

@@ -355,7 +355,7 @@ class Ingress:
             return
         for task in self._tasks:
             task.cancel()
-        await self._link.close()
-        await asyncio.to_thread(self._frontend.stop)
         if self._writer is not None:
             await self._writer.close()
+        await self._link.close()  # what the writer counted last is among it
+        await asyncio.to_thread(self._frontend.stop)

@@ -121,7 +121,7 @@ class PlacementRequestRouter(RequestRouter):
             chosen = await self._choose_in_turn(pending_request, place, line, me)
         finally:
             line.remove(me)
-            for waiter in (line[0], _spiller(line)) if line else ():
+            for waiter in (line[0], _spiller(line, time.time())) if line else ():
                 if waiter is not None:
                     waiter.news.set()
             if not line:
@@ -161,7 +161,8 @@ class PlacementRequestRouter(RequestRouter):
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
             me.news.clear()
-            is_first, is_spiller = line[0] is me, _spiller(line) is me
+            now = time.time()  # read once: who is not late by it sleeps until it is
+            is_first, is_spiller = line[0] is me, _spiller(line, now) is me
             homes = self._homes(place)
             if is_first:
                 few = homes[:_COMPARED]
@@ -182,7 +183,7 @@ class PlacementRequestRouter(RequestRouter):
                 await self._backoff(attempt)
                 attempt += 1
             else:
-                early_s = me.late_at - time.time()
+                early_s = me.late_at - now
                 with suppress(TimeoutError):
                     async with asyncio.timeout(early_s if 0 < early_s < float("inf") else None):
                         await me.news.wait()
@@ -256,10 +257,9 @@ class PlacementRequestRouter(RequestRouter):
         return [replica] if takes else []
 
 
-def _spiller(line: "deque[_Waiter]") -> _Waiter | None:
+def _spiller(line: "deque[_Waiter]", now: float) -> _Waiter | None:
     """Who asks the spill seat: the first of those that are late. The one that asks the homes is the
     last to do that as well, for one of them may keep it waiting."""
-    now = time.time()
     late = islice((waiter for waiter in line if waiter.late_at <= now), 2)
     first, second = next(late, None), next(late, None)
     return second if first is line[0] and second is not None else first

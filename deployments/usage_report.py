@@ -3,7 +3,8 @@
     python -m deployments.usage_report --config FILE [--day 2026-01-31]
 
 prints one line of JSON a tenant. A request counts to the day (UTC) that it began on, whole, over
-all its connections: days add up to what all records come to. Not here: prices.
+all its connections, so days add up to what all records come to; but an answer that was asked for
+again days later counts to both. Not here: prices.
 """
 
 import argparse
@@ -35,24 +36,28 @@ def read_records(store: UsageStore, day: str = "") -> Iterator[UsageRecord]:
 def _begun_on(store: UsageStore, day: date) -> list[UsageRecord]:
     """Records lie under the day of their writing, so those of other days are read too: of the day
     before, when what was asked for again had begun; and of later ones, for as long as there is
-    something of that day's requests in them, with a gap at most."""
-    records = [*_records_under(store, _name(day, -1)), *_records_under(store, str(day))]
-    later = gap = 0
+    something of that day's requests in them, with a gap at most.
+
+    Cost:  memory for the last record of each attempt, and for the day before its requests' names.
+    """
+    began: dict[str, str] = {}  # request -> when its first record says
+    last: dict[tuple[str, str, int], UsageRecord] = {}
+    offset, gap = -1, 0
     while gap < _MAX_GAP_DAYS:
-        later += 1
-        found = list(_records_under(store, _name(day, later)))
-        records += found
-        ours = _requests_of(day, records)
-        gap = 0 if any(record.request in ours for record in found) else gap + 1
-    return [record for record in records if record.request in ours]
-
-
-def _requests_of(day: date, records: Iterable[UsageRecord]) -> set[str]:
-    """Those whose first record says that they began on this day."""
-    began: dict[str, str] = {}
-    for record in records:
-        began[record.request] = min(record.started, began.get(record.request, record.started))
-    return {request for request, started in began.items() if started.startswith(str(day))}
+        has_ours = False
+        for record in _records_under(store, _name(day, offset)):
+            if record.request not in began and record.started >= _name(day, 1):
+                continue  # it began later
+            first = began.get(record.request, record.started)
+            began[record.request] = min(first, record.started)
+            if began[record.request].startswith(str(day)):
+                has_ours = True
+                key = record.request, record.connection, record.attempt
+                if key not in last or _rank(record) > _rank(last[key]):
+                    last[key] = record
+        gap = gap + 1 if offset > 0 and not has_ours else 0
+        offset += 1
+    return [record for record in last.values() if began[record.request].startswith(str(day))]
 
 
 def _records_under(store: UsageStore, prefix: str) -> Iterator[UsageRecord]:

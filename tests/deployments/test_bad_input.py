@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adapter_store.extras import NO_EXTRAS, AdapterExtras
 from deployments import admission
+from deployments.admission import Job
 from deployments.body import BodyBudget, BodyLimits, check_weight, read_body
 from deployments.config import load_config
 from deployments.frontend import Frontend
@@ -120,6 +123,31 @@ async def test_large_prompts_are_prepared_one_at_a_time(
     calls[0].cancel()  # its client left; what it began goes on to its end, and then the next
     await asyncio.gather(*calls, return_exceptions=True)
     assert max(at_once) == 1 and len(at_once) == 5
+
+
+@pytest.mark.parametrize(("kept_bytes", "most"), [(100_000, 1), (1_000, 4)])
+async def test_large_bodies_are_read_anew_one_at_a_time(
+    face: Face, kept_bytes: int, most: int
+) -> None:
+    """For what an adapter turned out to bring, when all their answers had begun."""
+    at_once: list[int] = []
+    running = 0
+    tenant = face.frontend._directory.tenant("pirate")
+    assert tenant is not None
+    job = await face.frontend.jobs.completion(tenant, b'{"model": "pirate", "prompt": "x"}', "a")
+
+    async def remake(extras: AdapterExtras) -> Job:
+        nonlocal running
+        running += 1
+        at_once.append(running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return job
+
+    with_turns = face.frontend._with_turns(replace(job, remake=remake, kept_bytes=kept_bytes))
+    assert with_turns.remake is not None
+    await asyncio.gather(*(with_turns.remake(NO_EXTRAS) for _ in range(4)))
+    assert max(at_once) == most and len(at_once) == 4
 
 
 async def test_too_many_large_bodies_at_once(face: Face) -> None:

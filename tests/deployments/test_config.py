@@ -78,6 +78,7 @@ def model(**fields: Any) -> dict[str, Any]:
         (model(num_replicas=0), "models.0.num_replicas"),
         (model(max_queued_requests=0), "models.0.max_queued_requests"),
         (model(num_cpus=0.00001), "models.0.num_cpus: Ray counts in steps of 0.0001"),
+        (model(num_gpus=1.5), "models.0.num_gpus: Ray parts one GPU and no more"),
         ({"ingress": {"num_cpus": 0.00001}}, "ingress.num_cpus"),
         (model(engine={"max_lora": 1}), "unknown engine setting 'max_lora'"),
         (model(engine={"max_loras": "many"}), "max_loras"),

@@ -1,6 +1,7 @@
 """The request router as Serve drives it, over replicas that are stood in for. No cluster."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from adapter_store.ref import AdapterRef
+from deployments import request_router
 from deployments.placement import bin_pack
 from deployments.placement.hash_ring import first_seat
 from deployments.placement.view import Place, Placement, ReplicaView, TenantLoad
@@ -139,6 +141,25 @@ async def test_a_silent_home_holds_up_none_that_may_spill() -> None:
     assert not stays.done()
     for task in (stays, *waiting):
         task.cancel()
+
+
+async def test_who_becomes_late_in_mid_turn_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that goes a second further with every look at it."""
+    first, second, _ = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat, max_ongoing_requests=1) for seat in SEATS}
+    replicas[first].ongoing = 1
+    ingress = Ingress(replicas.values(), spill_after_s=1.5)
+    clock = itertools.count(1e9)
+    monkeypatch.setattr(request_router, "time", SimpleNamespace(time=lambda: float(next(clock))))
+    place = Place((first,), "t/x")
+    stays = asyncio.create_task(ingress.choose(pending_request(replace(place, may_spill=False))))
+    await asyncio.sleep(0.01)
+    pending = pending_request(place)
+    pending.created_at = float(next(clock))  # not late at the next look, but at the one after
+    assert (await asyncio.wait_for(ingress.choose(pending), 5)).seat == second
+    stays.cancel()
 
 
 async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() -> None:
