@@ -77,13 +77,14 @@ def remove_unless_open(path: Path) -> bool:
 def private_folder(max_bytes: int) -> Path:
     """A new folder in shared memory; among temporary files where that is small (containers)."""
     shm, parent = Path("/dev/shm"), Path(tempfile.gettempdir())
+    for place in (shm, parent):  # first of all: what killed processes left takes room
+        for path in place.glob(f"{_PRIVATE_PREFIX}*"):
+            with suppress(FileNotFoundError):  # its process removes it just now
+                info = path.lstat()
+                mine = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+                young = time.time() - info.st_mtime < 60
+                if mine and not young and not is_held(path / "lock" / "alive"):
+                    shutil.rmtree(path, ignore_errors=True)
     if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= max_bytes * _HEADROOM:
         parent = shm
-    for path in parent.glob(f"{_PRIVATE_PREFIX}*"):
-        with suppress(FileNotFoundError):  # its process removes it just now
-            info = path.lstat()
-            mine = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
-            young = time.time() - info.st_mtime < 60
-            if mine and not young and not is_held(path / "lock" / "alive"):
-                shutil.rmtree(path, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=parent))

@@ -165,6 +165,8 @@ class HostCache:
 
     def _free_disk(self, num_bytes: int) -> bool:
         short = num_bytes - shutil.disk_usage(self.folder).free
+        if sum(size for _, size in self._oldest_first()) < short:
+            return False  # all of them would go, and for nothing
         return self._remove_idle(max(1, short)) > 0
 
     def _remove_idle(self, num_bytes: int) -> int:
@@ -201,7 +203,7 @@ class HostCache:
         """Take the space itself, packed adapters making way if need be; False if there is none."""
         while True:
             try:
-                with open(part, "wb") as file:
+                with open(part, "w+b") as file:
                     reserve(file.fileno(), num_bytes)
                 return True
             except OSError as e:

@@ -14,7 +14,11 @@ from adapter_store.errors import AdapterInvalid, AdapterNotFound, AdapterUnavail
 
 def reserve(fd: int, num_bytes: int) -> None:
     """Give an open file exactly this size, with its space really there: what is written later
-    cannot stop half way. Errors: OSError."""
+    cannot stop half way.
+
+    fd  open for reading too: where the file system cannot do it, libc does it block by block
+    Errors: OSError.
+    """
     os.ftruncate(fd, num_bytes)
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)

@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         mine = [job for job in jobs if job.model == model]
         try:
             engine = Engine(plan_scoring(args, model, mine))
+        except CommandError:
+            raise
         except (ValueError, OSError) as error:
             for job in mine:
                 _refuse(out, job.name, f"{type(error).__name__}: {error}")

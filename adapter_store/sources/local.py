@@ -34,6 +34,7 @@ from adapter_store.sources.source import (
     WEIGHTS_FILE,
     Judge,
     S3Options,
+    cannot_keep,
     check_files,
     check_sizes,
     head_end,
@@ -73,7 +74,7 @@ class LocalSource:
                     raise AdapterChanged(f"{what} vanished while it was read") from e
                 try:
                     is_judged = name == WEIGHTS_FILE and info.st_size > JUDGED_FROM_BYTES
-                    with open(into / name, "wb") as copy:
+                    with open(into / name, "w+b") as copy:
                         if judge is not None and is_judged:
                             _copy_head(fd, copy.fileno(), info.st_size)
                             judge(into)
@@ -82,7 +83,7 @@ class LocalSource:
                     if copied != info.st_size or os.fstat(fd).st_size != info.st_size:
                         raise AdapterChanged(f"{what} changed while it was read")
                 except OSError as e:
-                    raise AdapterUnavailable(f"cannot copy {what}: {e.strerror}") from e
+                    raise cannot_keep(what, info.st_size, e) from e
                 finally:
                     os.close(fd)
 

@@ -37,6 +37,7 @@ from adapter_store.sources.source import (
     WEIGHTS_FILE,
     Judge,
     S3Options,
+    cannot_keep,
     check_files,
     check_sizes,
     head_end,
@@ -228,7 +229,7 @@ class S3Source:
     def _download(self, ref: AdapterRef, bucket: str, obj: _Object, path: Path) -> None:
         """One object into one file: parts side by side, then the checksum; twice if it fails."""
         for attempt in range(2):
-            with open(path, "wb") as file:
+            with open(path, "w+b") as file:
                 take_room(file.fileno(), obj.size, f"s3://{bucket}/{obj.key}")
                 step = self._options.part_bytes
                 parts = [(i, min(i + step, obj.size)) for i in range(0, obj.size, step)]
@@ -345,7 +346,7 @@ def _write(fd: int, data: bytes, pos: int) -> None:
             done = os.pwrite(fd, left, pos)
             left, pos = left[done:], pos + done
     except OSError as e:  # no space: another try would not help
-        raise AdapterUnavailable(f"cannot keep what was read: {e.strerror}") from e
+        raise cannot_keep("what was read", len(left), e) from e
 
 
 def _is_of(obj: _Object | None, size: str, etag: str) -> bool:

@@ -129,10 +129,15 @@ def take_room(fd: int, num_bytes: int, what: str) -> None:
     try:
         reserve(fd, num_bytes)
     except OSError as e:
-        words = f"cannot keep {what}: {e.strerror}"
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(words, num_bytes) from e
-        raise AdapterUnavailable(words) from e
+        raise cannot_keep(what, num_bytes, e) from e
+
+
+def cannot_keep(what: str, num_bytes: int, error: OSError) -> AdapterUnavailable:
+    """The error for a copy that could not be written: DiskFull where only room is missing."""
+    words = f"cannot keep {what}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(words, num_bytes)
+    return AdapterUnavailable(words)
 
 
 def head_end(first: bytes, num_bytes: int) -> int:

@@ -69,7 +69,8 @@ class Llama4(Decoder):
     def read_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
         """config.json -> ModelConfig. Errors: ModelUnsupported naming the field."""
         if "text_config" in raw:
-            raw = {**raw["text_config"], "architectures": raw["architectures"]}
+            whole = ("architectures", "quantization_config", "dtype", "torch_dtype")
+            raw = raw["text_config"] | {name: raw[name] for name in whole if name in raw}
         require(raw, "hidden_act", "silu")
         require(raw, "attention_bias", False)
         require(raw, "num_experts_per_tok", 1)

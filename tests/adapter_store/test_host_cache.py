@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -180,7 +181,8 @@ def test_the_disk_is_made_free_for_what_is_fetched(
     assert held is not None
     assert cache.free_disk(size + 100), "as many as are needed, and no more"
     assert [has(cache, n) for n in (1, 2, 3)] == [True, False, True]
-    assert cache.free_disk(size * 9) and not has(cache, 3)
+    assert not cache.free_disk(size * 9) and has(cache, 3), "it would go for nothing"
+    assert cache.free_disk(size + 100) and not has(cache, 3)
     assert not cache.free_disk(1), "all that is left is in use"
     held.close()
 
@@ -410,6 +412,20 @@ def test_private_folder_of_a_killed_process_is_removed_by_the_next() -> None:
     os.utime(left, (old, old))
     cache = HostCache(None, 1 << 20)
     cache.close()
+    assert not left.exists()
+
+
+def test_what_a_killed_process_left_in_shared_memory_goes_also_where_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what fills it."""
+    left = Path("/dev/shm") / f"adapter-cache-{uuid.uuid4().hex}"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    monkeypatch.setattr(file_locks.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert file_locks.private_folder(1 << 20).parent == tmp_path
     assert not left.exists()
 
 

@@ -1,6 +1,7 @@
 """Where bytes come from: folders, and a real S3 server, with connections that break. Not here: what
 the bytes mean."""
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from adapter_store.errors import (
     StoreFull,
 )
 from adapter_store.ref import AdapterRef
+from adapter_store.sources import local
 from adapter_store.sources.registry import SOURCES, open_source
 from adapter_store.sources.s3 import S3Source, _failed_check, _Object
 from adapter_store.sources.source import S3Options
@@ -381,6 +383,34 @@ def test_a_full_disk_is_told_before_the_weights_are_read(
         assert relay.count("GET", WEIGHTS) == 0
     finally:
         relay.close()
+
+
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_a_disk_that_is_full_after_the_config_is_told_as_that(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """The head of large weights is kept before their room is taken: others can make way for it."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    into, folder = tmp_path / "into", write_peft_folder(tmp_path / "a", 1)
+    into.mkdir()
+    if scheme == "file":
+        source: Any = open_source(str(folder), options(s3))
+        monkeypatch.setattr(local, "JUDGED_FROM_BYTES", 0)
+        monkeypatch.setattr(local, "_copy_head", full)
+        revision = source.revision(ref_to(str(folder)))
+        with pytest.raises(DiskFull, match="No space left"):
+            source.fetch(ref_to(str(folder)), into, revision, lambda _: None)
+        return
+    monkeypatch.setattr(os, "pwrite", full)
+    key = f"a/{WEIGHTS}"
+    etag = str(s3.client().head_object(Bucket="tenants", Key=key)["ETag"])
+    obj = _Object(key, len(BIG), etag, "", ())
+    source = S3Source(options(s3))
+    with pytest.raises(DiskFull, match="No space left"):
+        source._download_head(ref_to("s3://tenants/a"), "tenants", obj, tmp_path / "x")
 
 
 def test_s3_size_is_bounded(s3: S3Server, tmp_path: Path) -> None:

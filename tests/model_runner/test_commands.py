@@ -381,8 +381,13 @@ def test_a_job_that_is_none_is_named(
         (["--dtype", "float8"], "dtype must be bfloat16 or float32, not 'float8'"),
     ],
 )
+@pytest.mark.parametrize("command", ["serve-stdio", "logits"])
 def test_a_command_that_cannot_begin_says_why(
-    options: list[str], named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: str,
+    options: list[str],
+    named: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     texts = {
         "list": "[1]",
@@ -393,7 +398,12 @@ def test_a_command_that_cannot_begin_says_why(
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     words = [word.format(tmp=tmp_path) for word in options]
-    assert named in refusal_of(capfd, "serve-stdio", "--model", str(BASE_DIR), *words)
+    if command == "logits":
+        if words[1] in ("/nowhere", "pirate=/nowhere"):
+            pytest.skip("a job's error file names what its model or its adapter lacks")
+        (tmp_path / "jobs").write_text('{"id": "a", "input_ids": [1]}\n')
+        words += ["--jobs", str(tmp_path / "jobs"), "--out", str(tmp_path / "out")]
+    assert named in refusal_of(capfd, command, "--model", str(BASE_DIR), *words)
 
 
 def test_jobs_that_are_not_there_are_named(

@@ -76,6 +76,15 @@ def test_no_layer_of_experts_is_not_all_of_them() -> None:
     assert all(read(raw | {"moe_layers": None}).experts_of_layer)
 
 
+def test_what_the_whole_of_a_llama_4_says_counts_for_its_text() -> None:
+    text = defaults_of("Llama4ForCausalLM")
+    del text["architectures"], text["dtype"]
+    raw = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    assert read(raw | {"dtype": "float32"}).dtype == "float32"
+    with pytest.raises(ModelUnsupported, match="compressed-tensors"):
+        read(raw | {"quantization_config": {"quant_method": "compressed-tensors"}})
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
