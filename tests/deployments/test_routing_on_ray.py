@@ -139,7 +139,7 @@ async def calls_get_into_a_full_replica(names: list[str]) -> None:
         (found,) = await stats("narrow")
         assert found.running == 2, "no more than that"
         validate = handle.options(method_name="validate")
-        report = await validate.remote(str(DEMO / "adapters" / "pirate"))
+        report = await validate.remote(str(DEMO / "adapters" / "pirate"), str(DEMO))
         assert report["served"]
         await handle.broadcast("abort", names[0], 0).results_async()
         recalled = await handle.options(method_name="recall").remote(names[1], place=seat)
