@@ -357,3 +357,10 @@ def test_names_that_would_shadow_something() -> None:
     assert (major, minor) < (0, 16)
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("kernels")
+
+
+def test_fixtures_of_a_folder_end_with_it() -> None:
+    """pytest takes a folder without `__init__.py` for none: they would live as long as the run."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        if 'scope="package"' in path.read_text() and path != Path(__file__):
+            assert (path.parent / "__init__.py").exists(), path
