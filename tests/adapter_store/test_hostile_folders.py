@@ -69,6 +69,7 @@ def test_each_mutation_alone(bench: Bench, name: str) -> None:
         bench.run(make_case(number, only=name))
 
 
+@pytest.mark.slow
 def test_made_folders(bench: Bench) -> None:
     cases = [make_case(number) for number in range(NUM_CASES)]
     refused = [bool(bench.run(case).refusal) for case in cases]

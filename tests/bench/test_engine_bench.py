@@ -36,6 +36,7 @@ def tiny(monkeypatch):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_the_whole_bench_on_a_tiny_model(tiny, tmp_path, monkeypatch, capsys):
     words = ["engine", "--shape", "tiny", "--phases", "closed,open,rescore"]
     words += ["--adapters", "2", "--rank", "8", "--concurrency", "1,3", "--tokens-in", "20"]

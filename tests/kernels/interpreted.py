@@ -1,7 +1,7 @@
 """Runs the tests marked `interp` in a process of their own: TRITON_INTERPRET counts at import.
 
 By shares, so that two workers take one each: together they are the longest part of the suite. Those
-marked `slow` too are one more share, of the full run.
+marked `slow` too, and the files in FULL_RUN, are one more share, of the full run.
 """
 
 import os
@@ -11,20 +11,27 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SHARES = 2
+FULL_RUN = ("far_memory", "full_activation", "layouts", "skinny_linear")
 
 
 def run_share(number: int) -> None:
     """Every SHARES-th test file from `number` on. Errors: AssertionError with what pytest said."""
-    run("interp and not slow", _files()[number::SHARES])
+    files = [path for path in _files() if not _is_for_full_run(path)]
+    run("interp and not slow", files[number::SHARES])
 
 
 def run_slow() -> None:
-    """The slow ones of all files. Errors: AssertionError with what pytest said."""
+    """What the shares leave out. Errors: AssertionError with what pytest said."""
     run("interp and slow", _files())
+    run("interp and not slow", [path for path in _files() if _is_for_full_run(path)])
 
 
 def _files() -> list[Path]:
     return sorted(p for p in FOLDER.glob("test_*.py") if "pytest.mark.interp" in p.read_text())
+
+
+def _is_for_full_run(path: Path) -> bool:
+    return path.stem.removeprefix("test_") in FULL_RUN
 
 
 def run(marks: str, files: list[Path]) -> None:

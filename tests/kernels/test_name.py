@@ -75,6 +75,7 @@ def test_our_package_stays_unknown_to_the_probe() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_transformers_builds_every_family_beside_us() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BUILD, json.dumps(FAMILIES)],
