@@ -73,6 +73,7 @@ def readiness(url: str) -> Any:
     return None
 
 
+@pytest.mark.slow
 def test_the_short_form_serves_each_module_by_its_name(private: Path) -> None:
     if not is_free(8000):
         lack("`serve run` listens on port 8000, and somebody else does already")

@@ -11,7 +11,16 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SHARES = 2
-FULL_RUN = ("far_memory", "full_activation", "layouts", "skinny_linear")
+FULL_RUN = (
+    "far_memory",
+    "full_activation",
+    "layouts",
+    "lora_decode",
+    "lora_gated_act",
+    "mla_attention",
+    "mxfp4_packed",
+    "skinny_linear",
+)
 
 
 def run_share(number: int) -> None:
