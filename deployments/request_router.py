@@ -1,6 +1,6 @@
 """Follows the placement in every ingress: a request goes to a home seat, late ones to one spill
-seat, never by chance, and never to a replica that it was lost on; one that was only silent is the
-last choice, and only once it answers again.
+seat, never by chance, and never to a replica that it was lost on; one that was only silent, or that
+could not be reached just now, is the last choice, and only once it answers again.
 
 Loaded by Ray Serve in each process that calls the replicas, by value: no state of the module is
 shared with anybody. Ray's own loop hands a chosen replica to the oldest waiting request, which
@@ -27,6 +27,10 @@ from deployments.placement.view import Place
 
 _COMPARED = 8
 """Of many homes, as the base model has, the least loaded of so many is good enough."""
+
+_OUT_OF_REACH_S = 2.0
+"""How long a replica that a call could not reach is the last choice. When a node dies, its
+connections break at once; that its actors are dead, Ray may know seconds later."""
 
 _REQUEST = "generate"
 """The method that takes a place until its answer has ended. All others are control calls."""
@@ -71,6 +75,7 @@ class PlacementRequestRouter(RequestRouter):
         self._by_seat: dict[str, RunningReplica] = {}
         self._first_seats: dict[str, str] = {}  # what was worked out for these seats
         self._rotation = 0
+        self._out_of_reach: dict[ReplicaID, float] = {}  # until when
         # Of each adapter's waiting requests only the first asks its full homes again and again, and
         # only one asks the spill seat: a flood costs no more calls than two requests, nor does it
         # keep other adapters' out.
@@ -101,6 +106,16 @@ class PlacementRequestRouter(RequestRouter):
         }
         self._first_seats.clear()
         super().on_replica_actor_died(replica_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        """Serve's news of a replica that a call could not reach."""
+        self._out_of_reach[replica_id] = time.monotonic() + _OUT_OF_REACH_S
+        super().on_replica_actor_unavailable(replica_id)
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        """Serve's news of a replica that has answered a call."""
+        self._out_of_reach.pop(replica_id, None)
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
@@ -139,7 +154,7 @@ class PlacementRequestRouter(RequestRouter):
         while True:
             if attempt:
                 await self._backoff(attempt - 1)
-            homes = self._homes(place)[:_COMPARED]
+            homes = (self._homes(place) or self._homes(place, last_choice=True))[:_COMPARED]
             if len(homes) == 1:
                 return homes[0]
             found = await self._probe_queue_lens(homes, attempt)
@@ -169,8 +184,9 @@ class PlacementRequestRouter(RequestRouter):
                 chosen = await self._select_from_candidate_replicas(few, attempt) if few else None
                 if chosen is None and len(few) < len(homes):
                     chosen = await self._select_from_candidate_replicas(homes, attempt)
-                if not homes and place is not None and place.shun:
-                    chosen = await self._select_if_it_answers(self._homes(place, ()), attempt)
+                last = [] if homes else self._homes(place, last_choice=True)
+                if last:
+                    chosen = await self._select_if_it_answers(last, attempt)
                 if chosen is not None:
                     return chosen
             if is_spiller:
@@ -206,14 +222,12 @@ class PlacementRequestRouter(RequestRouter):
             return [candidate_replicas]
         return [self._homes(pending_request.kwargs.get("place"))]
 
-    def _homes(
-        self, place: Place | None, shun: tuple[str, ...] | None = None
-    ) -> list[RunningReplica]:
+    def _homes(self, place: Place | None, last_choice: bool = False) -> list[RunningReplica]:
         """Replicas of which the least loaded takes it; where loads are equal, each in its turn.
 
-        shun  instead of the place's.  None: all that there are lost the request or are shunned
+        None: all that there are lost the request or are the last choice.
         """
-        out = () if place is None else place.avoid + (place.shun if shun is None else shun)
+        out = self._left_out(place, last_choice)
         seats = self._open_seats(out)
         if place is None or not place.adapter_id or not self._by_seat:
             homes = [r for r in self._replicas.values() if not _is_among(r, out)]
@@ -225,6 +239,18 @@ class PlacementRequestRouter(RequestRouter):
             self._rotation = (self._rotation + 1) % len(homes)
             homes = homes[self._rotation :] + homes[: self._rotation]
         return homes
+
+    def _left_out(self, place: Place | None, last_choice: bool = False) -> tuple[str, ...]:
+        """Names of replicas that do not get it."""
+        lost = () if place is None else place.avoid
+        if last_choice:
+            return lost
+        silent = () if place is None else place.shun
+        if not self._out_of_reach:
+            return lost + silent
+        now = time.monotonic()
+        self._out_of_reach = {r: until for r, until in self._out_of_reach.items() if now < until}
+        return lost + silent + tuple(r.to_full_id_str() for r in self._out_of_reach)
 
     def _open_seats(self, out: tuple[str, ...]) -> dict[str, RunningReplica]:
         if not out:
@@ -246,7 +272,7 @@ class PlacementRequestRouter(RequestRouter):
         at_home = {replica.replica_id for replica in homes}
         others = {
             seat: replica
-            for seat, replica in self._open_seats(place.avoid + place.shun).items()
+            for seat, replica in self._open_seats(self._left_out(place)).items()
             if replica.replica_id not in at_home
         }
         if not others:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from ray import ActorID
+from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 from ray.serve.request_router import PendingRequest
 
@@ -25,7 +27,7 @@ DEPLOYMENT = DeploymentID("Replica-m", "app")
 @dataclass
 class FakeReplica:
     """slots  of adapters: loads fill them, only evictions empty them;  served  what came here
-    num_asked  how often it was asked for its load"""
+    num_asked  how often it was asked for its load;  is_refusing  nothing reaches it"""
 
     seat: str
     max_ongoing_requests: int = 100
@@ -35,6 +37,7 @@ class FakeReplica:
     loads: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     is_silent: bool = False
+    is_refusing: bool = False
     num_asked: int = 0
     evictions: int = 0
     spilled_evictions: int = 0
@@ -52,6 +55,8 @@ class FakeReplica:
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         self.num_asked += 1
+        if self.is_refusing:
+            raise ActorUnavailableError("connection refused", b"0" * ActorID.size())
         await asyncio.sleep(3600 if self.is_silent else 0)
         return self.ongoing
 

@@ -185,6 +185,45 @@ async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() ->
         waiting.cancel()
 
 
+async def test_one_that_cannot_be_reached_is_the_last_choice_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_router, "_OUT_OF_REACH_S", 0.2)
+    first, second, third = rendezvous_order("t/x", SEATS)
+    replicas = {seat: FakeReplica(seat) for seat in SEATS}
+    ingress = Ingress(replicas.values(), spill_after_s=60)
+    at_home = Place((first,), "t/x", may_spill=False)
+    assert await seat_of(ingress, at_home) == first
+    ingress.router.on_replica_actor_unavailable(replicas[first].replica_id)
+    assert await seat_of(ingress, at_home) == second, "where the router would place it"
+    assert await seat_of(ingress, Place((first, third), "t/x")) == third, "another home before it"
+    assert {await seat_of(ingress, place) for place in (Place(), None)} <= {second, third}
+    recall = pending_request(Place((first,), first, may_spill=False), method="recall")
+    chosen = await asyncio.wait_for(ingress.choose(recall, is_retry=True), 5)
+    assert chosen.seat != first, "its answer is known nowhere"
+    await asyncio.sleep(0.25)
+    assert await seat_of(ingress, at_home) == first
+    ingress.router.on_replica_actor_unavailable(replicas[first].replica_id)
+    ingress.router.on_new_queue_len_info(replicas[first].replica_id, 0)
+    assert await seat_of(ingress, at_home) == first, "it has answered"
+
+
+async def test_where_none_can_be_reached_the_first_that_answers_takes_it() -> None:
+    replica = FakeReplica("a")
+    ingress = Ingress([replica], spill_after_s=60)
+    await seat_of(ingress, Place())
+    for place in (Place(("a",), "t/x"), Place(), None):
+        replica.is_refusing = True
+        ingress.router.on_replica_actor_unavailable(replica.replica_id)
+        waiting = asyncio.create_task(seat_of(ingress, place))
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        assert not done
+        replica.is_refusing = False
+        assert await waiting == "a"
+    ingress.router.on_replica_actor_unavailable(replica.replica_id)
+    assert (await ingress.choose(pending_request(None, method="validate"))).seat == "a"
+
+
 async def test_a_control_call_goes_to_its_seat_full_or_not() -> None:
     replicas = {seat: FakeReplica(seat, max_ongoing_requests=1, ongoing=1) for seat in SEATS}
     ingress = Ingress(replicas.values())
