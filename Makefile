@@ -8,8 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # A Ray of this machine alone: on 127.0.0.1 (whatever the name says), workers at normal priority.
 LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 \
-	RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=20 \
-	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.edge:guards PYTHONPATH=$(CURDIR)
+	RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=0 PYTHONPATH=$(CURDIR)
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-interp test-gpu memcheck test-full fmt check bench tune bench-engine bench-families
 
@@ -25,7 +24,8 @@ demo: $(READY) ## set up, then serve three tenants from a local S3 server until 
 	@exec $(BIN)/python -m deployments.demo $(args)
 
 serve: $(READY) ## the service alone; args="config=FILE", or args="model=PATH lora_modules='NAME=PATH'"
-	@$(LOCAL_RAY) exec $(BIN)/serve run deployments:app $(args)
+	@flags=$$($(BIN)/python -m deployments.serve_flags) && \
+	exec env $$flags $(LOCAL_RAY) $(BIN)/serve run deployments:app $(args)
 
 test: $(READY) ## set up, then run what CI runs
 	@failed=0; \

@@ -1,7 +1,7 @@
 """Wires ingress, router, replicas and adapter actors into one Ray Serve application.
 
 Nothing else wires. It works with and without Serve's environment flags, which Ray's processes read
-when they start: those of serve_flags.py are worth setting before `ray start` or `serve run`.
+when they start: serve_flags.py says which are to be set before `ray start` or `serve run`, and why.
 """
 
 import logging
@@ -27,6 +27,7 @@ from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.request_router import PlacementRequestRouter
 from deployments.router import Router
+from deployments.serve_flags import SERVE_FLAGS
 from deployments.short_form import parse_args
 
 ROUTING_STATS_PERIOD_S = 1.0
@@ -61,7 +62,7 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def build(config: ServiceConfig) -> Application:
-    """The application of a configuration.
+    """The application of a configuration. Flags of Ray Serve that are not set are told in the log.
 
     Errors: ConfigError for what is missing on this machine.
     """
@@ -69,6 +70,9 @@ def build(config: ServiceConfig) -> Application:
         if not os.path.isfile(os.path.join(model.path, "config.json")):
             raise ConfigError(f"models: {model.name}: {model.path} holds no config.json")
         model.sampling_defaults()  # told of now, not by an ingress that cannot start
+    unset = [name for name in SERVE_FLAGS if name not in os.environ]
+    if unset:
+        _log.warning("Ray Serve runs without %s: infra/README.md says how to set them", unset)
     router = _router(config)
     replicas = {model.name: _replica(config, model, router) for model in config.models}
     settings = config.ingress

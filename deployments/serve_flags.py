@@ -1,5 +1,10 @@
 """The flags that this service is run and measured with. Ray Serve reads them from the environment
-when it is imported, in every process. No Ray here: set them first.
+when it is imported, in every process. No Ray here: set them first, on every node:
+
+    export $(python -m deployments.serve_flags)
+
+Without gRPC between deployments the loss of a node stops the streams of others as well: a replica
+waits, and its whole event loop with it, until Ray knows that an ingress it streams to is dead.
 
 THROUGHPUT_OPTIMIZED      user code on the main loop, gRPC between deployments
 PROXY_USE_GRPC            gRPC from the HTTP proxy as well, which the first one forgets
@@ -16,3 +21,6 @@ SERVE_FLAGS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
 }
+
+if __name__ == "__main__":
+    print("\n".join(f"{name}={value}" for name, value in SERVE_FLAGS.items()))

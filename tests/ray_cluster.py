@@ -3,12 +3,15 @@
     head            proxy, controller, an ingress          no replica
     first, second   a replica each; the second also an ingress
 
-Nodes are told apart by their resources: a replica needs a GPU that nobody uses. All on 127.0.0.1.
+Ray Serve has the flags of deployments/serve_flags.py, as with `make serve`. Nodes are told apart by
+their resources: a replica needs a GPU that nobody uses. All on 127.0.0.1.
 Not for judging what the kills did.
 """
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,15 +24,26 @@ import yaml
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from deployments.application import start
-from deployments.config import load_config
 from deployments.local_s3 import REGION
 from deployments.placement.view import ReplicaView
+from deployments.serve_flags import SERVE_FLAGS
 from tests.ray_world import end_ray, ray_world
 from tests.s3_server import READER_KEY, READER_SECRET, start_s3_server
 
 DEMO = Path(__file__).resolve().parent / "data" / "demo"
 STYLES = ("pirate", "formal", "spanish")
+# One proxy: three on one machine would share the port, and clients would meet any of them.
+_DEPLOY = """
+import sys, ray
+from ray import serve
+from deployments.application import start
+from deployments.config import load_config
+address, config, port = sys.argv[1:]
+ray.init(address=address, log_to_driver=False)
+options = {"host": "127.0.0.1", "port": int(port)}
+serve.start(proxy_location="HeadOnly", http_options=options)
+start(load_config(config))
+"""
 _NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
 
 
@@ -169,9 +183,10 @@ def three_nodes() -> Iterator[Nodes]:
 
 @contextmanager
 def _three_nodes(endpoint_url: str) -> Iterator[Nodes]:
-    environment = {
+    environment = SERVE_FLAGS | {
         "TEST_S3_KEY": READER_KEY,
         "TEST_S3_SECRET": READER_SECRET,
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # both ingresses are to have streams
         # A node whose raylet refuses connections is dead after two seconds, not after fifteen.
         "RAY_health_check_period_ms": "1000",
@@ -188,9 +203,8 @@ def _three_nodes(endpoint_url: str) -> Iterator[Nodes]:
         ray.init(address=cluster.address, log_to_driver=False)
         path = world.private / "config.yaml"
         path.write_text(yaml.safe_dump(settings(world.port, world.private, endpoint_url)))
-        # One proxy: three on one machine would share the port, and clients would meet any of them.
-        options = {"host": "127.0.0.1", "port": world.port}
-        serve.start(proxy_location="HeadOnly", http_options=options)
-        start(load_config(path))
+        # In a process of its own: Ray Serve is imported here already, without its flags.
+        words = [sys.executable, "-c", _DEPLOY, cluster.address, str(path), str(world.port)]
+        subprocess.run(words, check=True, timeout=180)
         nodes.wait_whole()
         yield nodes

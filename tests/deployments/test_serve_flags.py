@@ -23,3 +23,9 @@ def test_ray_reads_every_flag() -> None:
         words, env=os.environ | SERVE_FLAGS, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_shell_can_set_them_all() -> None:
+    words = [sys.executable, "-m", "deployments.serve_flags"]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert dict(line.split("=", 1) for line in printed.split()) == SERVE_FLAGS
