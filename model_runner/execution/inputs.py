@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model_runner.execution.uniform import draw_uniform
-from model_runner.scheduling.batch import SamplingRow, ScheduledBatch
+from model_runner.scheduling.batch import ScheduledBatch
 
 ALIGN_BYTES = 64  # of every column: Triton compiles apart for pointers that are not aligned
 
@@ -146,18 +146,23 @@ class PageTables:
         get = self._row_of.get
         found = [get(seq_id, -1) for seq_id in batch.seq_ids]
         if -1 in found:
-            for s, row in enumerate(found):
-                if row < 0:
-                    found[s] = self._take(batch.seq_ids[s], batch)
+            for s in [s for s, row in enumerate(found) if row < 0]:
+                found[s] = self._take(batch.seq_ids[s], batch)
         rows = np.array(found)  # [S]
         seen, copied = self._seen[rows], self._copied[rows]  # [S] twice
         copied *= seen == batch.step - 1
         self._seen[rows] = batch.step
+        width = self.table.shape[2]
+        spots: list[int] = []  # in the memory of a group's table
+        news: list[list[int]] = [[] for _ in batch.pages]
         for s in (copied * self.page_tokens < lens).nonzero()[0].tolist():
             row, have, want = found[s], int(copied[s]), len(batch.pages[0][s])
-            for table, pages in zip(self.table, batch.pages, strict=True):
-                table[row, have:want] = pages[s][have:want]
+            spots += range(row * width + have, row * width + want)
+            for new, pages in zip(news, batch.pages, strict=True):
+                new += pages[s][have:want]
             self._copied[row] = want
+        if spots:
+            self.table.reshape(len(news), -1)[:, spots] = news
         return rows
 
     def _take(self, seq_id: int, batch: ScheduledBatch) -> int:
@@ -219,11 +224,13 @@ def fill_mixed(
     Of the page tables as much is filled as in `fill_decode`.
     """
     v, page_tokens = buffer.view, tables.page_tokens
-    by_row = np.array((batch.starts, batch.slots, batch.sources, batch.num_tokens))  # [4, S]
+    columns = batch.starts, batch.slots, batch.sources, batch.num_tokens
+    n = len(batch.starts)
+    by_row = np.fromiter(chain.from_iterable(columns), np.int64, 4 * n).reshape(4, n)
     starts, _, sources, counts = by_row  # [S] each
     ends, lens = counts.cumsum(), starts + counts  # [S] twice
     rows = tables.rows(batch, lens)  # [S]
-    n, t, z = len(counts), int(ends[-1]), len(logit_rows)
+    t, z = int(ends[-1]), len(logit_rows)
     v["sources"].fill(-1)
     v["sources"][ends - 1] = sources
     # What a token takes from its row, repeated in one go: the way from its number to its position,
@@ -239,15 +246,17 @@ def fill_mixed(
     cu_q[0], cu_q[1 : n + 1] = 0, ends
     v["seq_lens"][:n] = lens
     v["slot_of_token"][:t] = slots
-    columns = -(-int(lens.max()) // page_tokens)
     ids = chain.from_iterable([ids or (0,) for ids in batch.token_ids])
     v["token_ids"][:t] = np.fromiter(ids, np.int64, t)
-    for g, table in enumerate(tables.table):
-        v[f"page_table{g}"][:n, :columns] = table[rows, :columns]
-        write = v[f"write_idx{g}"]
-        np.multiply(table.ravel().take(page), page_tokens, out=write[:t], dtype=np.int64)
-        write[:t] += offset
+    longest = -(-max(lens.tolist()) // page_tokens)  # pages
+    named = tables.table[:, rows, :longest]  # [G, S, pages]
+    found = tables.table.reshape(len(named), -1).take(page, 1)  # [G, T]
+    places = np.multiply(found, page_tokens, dtype=np.int64) + offset  # [G, T]
+    for g, (name, table) in enumerate(zip(*_group_names(len(named)), strict=True)):
+        write = v[name]
+        write[:t] = places[g]
         write[t:] = -1
+        v[table][:n, :longest] = named[g]
     v["logit_rows"][:z], v["sample_rows"][: len(sample_rows)] = logit_rows, sample_rows
     v["sample_rows"][len(sample_rows) :] = spare_row
     v["num_rows"][0] = n
@@ -276,11 +285,12 @@ def fill_blank(buffer: HostBuffer, is_decode: bool, spare_row: int) -> None:
 def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int]) -> None:
     """Temperature and the random number of each row of logits; a row that gives no token is greedy
     and ignored."""
-    drawn: list[tuple[int, SamplingRow, int]] = []
-    for z, s in enumerate(sample_rows):
-        row = batch.samples[s]
-        if row is not None and row.temperature > 0:
-            drawn.append((z, row, batch.starts[s] + batch.num_tokens[s]))
+    samples = batch.samples
+    drawn = [
+        (z, row, batch.position(s))
+        for z, s in enumerate(sample_rows)
+        if (row := samples[s]) is not None and row.temperature > 0
+    ]
     temperature, uniform = buffer.view["temperature"], buffer.view["uniform"]
     temperature[:], uniform[:] = 0.0, 0.5
     if drawn:

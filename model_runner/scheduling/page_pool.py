@@ -43,14 +43,15 @@ class PageTable:
 
     pages    by group: page ids, index = position // page_tokens, all equally long; 0 = freed (it
              fell out of the window)
-    digests  the hash chain of the full blocks of its tokens, as far as it was needed;  keyed
-             blocks offered for sharing
+    digests  of its tokens up to the end of each full block, as far as they were needed; `hashed`
+             has taken in these blocks
+    keyed    blocks offered for sharing
     """
 
-    __slots__ = ("digests", "first_live", "keyed", "pages", "seed")
+    __slots__ = ("digests", "first_live", "hashed", "keyed", "pages")
 
-    def __init__(self, seed: bytes, num_groups: int) -> None:
-        self.seed = seed
+    def __init__(self, hashed: blake2b, num_groups: int) -> None:
+        self.hashed = hashed
         self.digests: list[bytes] = []
         self.clear(num_groups)
 
@@ -105,9 +106,10 @@ class PagePool:
             (adapter.adapter_id, adapter.uri, adapter.revision, adapter.base) if adapter else ()
         )
         identity = repr((cache_salt, fields)).encode()  # repr quotes: no two tuples look alike
-        state = self._keyed_state.copy()
-        state.update(identity)
-        return PageTable(state.digest(), len(self.groups))
+        hashed = self._keyed_state.copy()
+        # Its hash, not itself: where its bytes end and the first block's begin is beyond doubt.
+        hashed.update(blake2b(identity, digest_size=_DIGEST_BYTES).digest())
+        return PageTable(hashed, len(self.groups))
 
     def peak_pages(self, num_tokens: int, max_chunk: int) -> int:
         """Pages that a sequence holds at most while it computes `num_tokens` tokens in chunks."""
@@ -130,9 +132,9 @@ class PagePool:
         """
         if not self.prefix_cache:
             return 0
-        limit = (len(token_ids) - 1) // self.page_tokens
-        self._extend_digests(table, token_ids, limit)
-        hit = limit
+        # One more than a hit may have, where the prompt ends with a block: `offer` wants it soon.
+        self._extend_digests(table, token_ids, len(token_ids) // self.page_tokens)
+        hit = (len(token_ids) - 1) // self.page_tokens
         windows = []
         for group, cached in zip(self.groups, self._cached, strict=True):
             if group.window:
@@ -169,7 +171,10 @@ class PagePool:
 
     def adopt(self, table: PageTable, num_cached: int) -> None:
         """Give an empty table the pages of a hit that `match` found just now."""
+        self._tables.add(table)
         hit = num_cached // self.page_tokens
+        if not hit:
+            return
         for g, (group, cached) in enumerate(zip(self.groups, self._cached, strict=True)):
             first = group.first_block(num_cached, self.page_tokens)
             found = [cached[digest] for digest in table.digests[first:hit]]
@@ -180,7 +185,6 @@ class PagePool:
             table.pages[g].extend([0] * first + found)
             table.first_live[g] = first
         table.keyed = hit
-        self._tables.add(table)
 
     def grow(self, table: PageTable, num_tokens: int, first_query: int) -> int:
         """Make the table hold `num_tokens` tokens, the next queries starting at `first_query`.
@@ -218,13 +222,13 @@ class PagePool:
         if first >= last:
             return
         self._extend_digests(table, token_ids, last)
+        keys = self._keys
         for g, (cached, pages) in enumerate(zip(self._cached, table.pages, strict=True)):
-            for block in range(max(first, table.first_live[g]), last):
-                digest = table.digests[block]
+            begin = max(first, table.first_live[g])
+            for digest, page in zip(table.digests[begin:last], pages[begin:last], strict=True):
                 if digest not in cached:
-                    page = pages[block]
                     cached[digest] = page
-                    self._keys[page] = (g, digest)
+                    keys[page] = (g, digest)
         table.keyed = last
 
     def release(self, table: PageTable) -> None:
@@ -299,30 +303,31 @@ class PagePool:
         return (max_chunk + group.window - 2) // self.page_tokens + 2 if group.window else blocks
 
     def _extend_digests(self, table: PageTable, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash up to `num_blocks` blocks, each with all before it. The chain is kept for ever."""
+        """Hash up to `num_blocks` blocks, each with all before it. They are kept for ever."""
         digests, size = table.digests, self.page_tokens
         known = len(digests)
         if known >= num_blocks:
             return
         packed = array("q", token_ids[known * size : num_blocks * size]).tobytes()
-        digest, stride = digests[-1] if digests else table.seed, 8 * size
-        keyed = self._keyed_state.copy
+        update, digest, stride = table.hashed.update, table.hashed.digest, 8 * size
         for first in range(0, len(packed), stride):
-            state = keyed()
-            state.update(digest + packed[first : first + stride])
-            digest = state.digest()
-            digests.append(digest)
+            update(packed[first : first + stride])
+            digests.append(digest())
 
     def _take(self, count: int) -> list[int]:
         """`count` pages with one owner each: free ones, then the oldest cached ones."""
         taken = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(taken) :]
-        while len(taken) < count:
+        refs, keys, cached = self._refs, self._keys, self._cached
+        for _ in range(count - len(taken)):
             page, _ = self._idle.popitem(last=False)
-            self._unkey(page)
+            key = keys[page]
+            assert key is not None, f"page {page} is cached, and found by no key"
+            del cached[key[0]][key[1]]
+            keys[page] = None
             taken.append(page)
         for page in taken:
-            self._refs[page] = 1
+            refs[page] = 1
         return taken
 
     def _drop(self, page: int) -> None:

@@ -4,6 +4,7 @@ Not for decisions: who runs when is the scheduler's, which page belongs to whom 
 """
 
 from enum import Enum, auto
+from hashlib import blake2b
 from typing import Protocol
 
 from model_runner.request import FinishReason, Request
@@ -142,7 +143,7 @@ class Sequence:
         self.page_need = 0
         self.tried_step = -1
         self.blocked_counter = 0.0
-        self.bind(0, PageTable(b"", 0), Account(request.tenant_id), (), 0)
+        self.bind(0, PageTable(blake2b(), 0), Account(request.tenant_id), (), 0)
 
     def bind(
         self,

@@ -1,5 +1,7 @@
 """One sequence by itself: when it ends, what it bans, when a decode needs attention."""
 
+from hashlib import blake2b
+
 import pytest
 
 from model_runner.request import FinishReason, Request, SamplingParams
@@ -12,7 +14,7 @@ EOS = (0, 9)
 def make(max_model_len: int = 100, prompt_len: int = 4, **sampling: object) -> Sequence:
     params = SamplingParams(**{"max_tokens": 10, **sampling})  # type: ignore[arg-type]
     seq = Sequence(3, Request("r", tuple(range(20, 20 + prompt_len)), params), index=2, seed=11)
-    seq.bind(0, PageTable(b"", 1), Account(""), EOS, max_model_len)
+    seq.bind(0, PageTable(blake2b(), 1), Account(""), EOS, max_model_len)
     return seq
 
 
