@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
 
 import kernels.paged_attention_torch as attention
 import kernels.sample_token
@@ -51,6 +52,9 @@ def spoil(engine: Engine, poison: float) -> None:
     for start, count in [*spans, (engine.arena.num_bytes, 0)]:
         engine.arena.memory[at // size : start // size] = poison
         at = start + count
+    if engine.arena.device.type == "cuda":
+        # An adapter's copy runs on a stream of its own: it may be given these bytes in this step.
+        torch.cuda.synchronize()
 
 
 def run_among(poison: float, requests: list[Request], fields: dict) -> tuple[dict, Engine]:
