@@ -188,7 +188,8 @@ def weed_binary() -> Path | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports that nobody listens on at 127.0.0.1 just now."""
+    """`count` different TCP ports that nobody listens on at 127.0.0.1 just now; none of those that
+    Linux gives to outgoing connections, which would have it before a server that starts slowly."""
     found: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if is_free(port):

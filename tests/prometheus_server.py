@@ -6,7 +6,6 @@ for use outside tests.
 
 import json
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
+from deployments.local_s3 import free_ports
 from tests.lacking import lack
 
 INFRA = Path(__file__).resolve().parent.parent / "infra"
@@ -83,9 +83,7 @@ def start_prometheus(target: str) -> Iterator[PrometheusServer]:
     with tempfile.TemporaryDirectory(prefix="prometheus-") as folder:
         path = Path(folder) / "prometheus.yml"
         path.write_text(yaml.safe_dump(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder}/data"]
         command += [f"--web.listen-address={address}", "--log.level=error"]
         process = subprocess.Popen(command)

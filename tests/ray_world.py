@@ -7,7 +7,6 @@ import atexit
 import functools
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from pathlib import Path
 import pytest
 import ray
 from ray import serve
+
+from deployments.local_s3 import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,9 +35,7 @@ def ray_world(environment: Mapping[str, str]) -> Iterator[RayWorld]:
     """What Ray's processes are to find set; at the end they are gone, and so is all of it."""
     # Short: the path of a Unix socket, which Ray puts below it, has at most 107 characters.
     private = Path(tempfile.mkdtemp(prefix="rw-", dir="/tmp"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     ours = {
         "RAY_TMPDIR": str(private),
         "RAY_AUTH_TOKEN_PATH": str(_token()),
