@@ -9,6 +9,9 @@ export TOKENIZERS_PARALLELISM ?= false
 # A Ray of this machine alone: on 127.0.0.1 (whatever the name says), workers at normal priority.
 LOCAL_RAY := RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 \
 	RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=0 PYTHONPATH=$(CURDIR)
+# Ray Serve shares the port with whatever program of Ray's has it already: requests would go to both.
+PORT_IS_FREE := import sys; from deployments.local_s3 import is_free; \
+	sys.exit(None if is_free(8000) else "make serve: something else listens on 127.0.0.1:8000")
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-interp test-gpu memcheck test-full fmt check bench tune bench-engine bench-families
 
@@ -24,7 +27,7 @@ demo: $(READY) ## set up, then serve three tenants from a local S3 server until 
 	@exec $(BIN)/python -m deployments.demo $(args)
 
 serve: $(READY) ## the service alone; args="config=FILE", or args="model=PATH lora_modules='NAME=PATH'"
-	@flags=$$($(BIN)/python -m deployments.serve_flags) && \
+	@$(BIN)/python -c '$(PORT_IS_FREE)' && flags=$$($(BIN)/python -m deployments.serve_flags) && \
 	exec env $$flags $(LOCAL_RAY) $(BIN)/serve run deployments:app $(args)
 
 test: $(READY) ## set up, then run what CI runs

@@ -13,6 +13,7 @@ the command before any has run.
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,6 +175,7 @@ def _end(out: Path, jobs: list[Job], number: int, why: str) -> None:
 
 def _refuse(out: Path, name: str, why: str) -> None:
     (out / f"{name}.error.txt").write_text(why + "\n")
+    print(f"{name} is refused: {why}", file=sys.stderr, flush=True)
 
 
 def _read_jobs(args: argparse.Namespace, out: Path) -> Iterator[Job]:

@@ -1,8 +1,11 @@
 """Every flag is known to the Ray Serve that is installed, and read as we mean it."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from deployments.serve_flags import SERVE_FLAGS
 
@@ -29,3 +32,21 @@ def test_a_shell_can_set_them_all() -> None:
     words = [sys.executable, "-m", "deployments.serve_flags"]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert dict(line.split("=", 1) for line in printed.split()) == SERVE_FLAGS
+
+
+def test_make_serve_ends_in_one_line_where_its_port_is_taken() -> None:
+    """Ray Serve would share it, and requests would go to either program."""
+    makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+    assert "$(BIN)/python -c '$(PORT_IS_FREE)' && flags=" in makefile
+    found = re.search(r"PORT_IS_FREE := (.*?)\n(?!\t)", makefile, re.DOTALL)
+    assert found is not None
+    program = found[1].replace("\\\n\t", "")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        words = [sys.executable, "-c", program.replace("8000", port)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr == f"make serve: something else listens on 127.0.0.1:{port}\n"
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0

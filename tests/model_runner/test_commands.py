@@ -277,11 +277,15 @@ def test_logits_writes_one_file_a_job_and_refusals_beside_them(tmp_path):
     ]
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(j) + "\n" for j in jobs))
     words = [*COMMAND, "logits", "--model", str(BASE_DIR), "--adapters", ADAPTERS]
-    subprocess.run(
+    done = subprocess.run(
         [*words, "--jobs", str(tmp_path / "jobs.jsonl"), "--out", str(tmp_path / "out")],
         cwd=ROOT,
         check=True,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    told = [line.split(" is refused: ")[0] for line in done.stderr.splitlines()]
+    assert {"empty", "missing", "no-model"} == set(told) & {job["id"] for job in jobs}
     files = sorted(p.name for p in (tmp_path / "out").iterdir())
     refused = [f"{name}.error.txt" for name in ("empty", "missing", "no-model")]
     assert files == sorted(
