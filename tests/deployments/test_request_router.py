@@ -188,7 +188,7 @@ async def test_a_silent_replica_is_the_last_choice_and_only_once_it_answers() ->
 async def test_one_that_cannot_be_reached_is_the_last_choice_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_router, "_OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(request_router, "_OUT_OF_REACH_S", 60.0)
     first, second, third = rendezvous_order("t/x", SEATS)
     replicas = {seat: FakeReplica(seat) for seat in SEATS}
     ingress = Ingress(replicas.values(), spill_after_s=60)
@@ -201,8 +201,10 @@ async def test_one_that_cannot_be_reached_is_the_last_choice_for_a_while(
     recall = pending_request(Place((first,), first, may_spill=False), method="recall")
     chosen = await asyncio.wait_for(ingress.choose(recall, is_retry=True), 5)
     assert chosen.seat != first, "its answer is known nowhere"
-    await asyncio.sleep(0.25)
-    assert await seat_of(ingress, at_home) == first
+    monkeypatch.setattr(request_router, "_OUT_OF_REACH_S", 0.0)
+    ingress.router.on_replica_actor_unavailable(replicas[first].replica_id)
+    assert await seat_of(ingress, at_home) == first, "its time is over"
+    monkeypatch.setattr(request_router, "_OUT_OF_REACH_S", 60.0)
     ingress.router.on_replica_actor_unavailable(replicas[first].replica_id)
     ingress.router.on_new_queue_len_info(replicas[first].replica_id, 0)
     assert await seat_of(ingress, at_home) == first, "it has answered"
