@@ -42,9 +42,9 @@ class StepShape:
             ("token_ids", t, 8, 0),
             ("positions", t, 8, 0),
             ("sources", t, 8, 0),
+            *[(name, t, 8, 0) for name in writes],
             ("logit_rows", z, 8, 0),
             ("sample_rows", z, 8, 0),
-            *[(name, t, 8, 0) for name in writes],
             ("slot_of_token", t, 4, 0),
             ("cu_q", s + 1, 4, 0),
             ("seq_lens", s, 4, 0),
@@ -70,6 +70,8 @@ class HostBuffer:
     """One host buffer (pinned for a GPU) with a numpy view for each column; `device_views` gives
     the same over a copy of it.
 
+    write_idx, page_tables  those of all KV groups in one view: [G, T] int64, [G, S, M] int32
+    numbers  0, 1, 2, ...: as many as tokens, and as rows and one
     Columns of one type lie side by side, so that views are slices of three arrays.
     """
 
@@ -98,6 +100,10 @@ class HostBuffer:
             column = typed[item][at : at + count]
             view[name] = column.reshape(-1, width) if width else column
         self.view = view
+        writes, tables = _group_names(shape.groups)
+        self.write_idx = _stack([view[name] for name in writes])
+        self.page_tables = _stack([view[name] for name in tables])
+        self.numbers = np.arange(max(shape.tokens, shape.rows + 1))
         self._own: dict[str, Tensor] | None = None
 
     @property
@@ -121,58 +127,62 @@ class HostBuffer:
         return views
 
 
-class PageTables:
-    """Page tables that persist over steps: a decoding row costs a copy only when it got a new page.
+def _stack(columns: list[np.ndarray]) -> np.ndarray:
+    """One view of columns that lie at equal distances in one memory."""
+    first = columns[0]
+    places = [column.ctypes.data for column in columns]
+    step = places[1] - places[0] if len(places) > 1 else first.nbytes
+    assert places == [places[0] + i * step for i in range(len(places))], f"uneven: {places}"
+    shape, strides = (len(columns), *first.shape), (step, *first.strides)
+    return np.lib.stride_tricks.as_strided(first, shape, strides)
 
-    A sequence that was in the step before only appends pages; one that was left out may come back
-    with others, and is copied whole.
+
+class PageTables:
+    """Page tables that persist over steps, by seat: a decoding sequence costs a copy only when it
+    got a new page.
+
+    One that was in the step before only appends pages; one that was left out may come back with
+    others, and is copied whole.
     Pages that fell out of a window keep their old id here: nobody reads there.
     """
 
-    def __init__(self, num_groups: int, num_rows: int, num_columns: int, page_tokens: int) -> None:
-        self.table = np.zeros((num_groups, num_rows, num_columns), np.int32)  # [groups, R, M]
-        self._free = list(range(num_rows - 1, -1, -1))
-        self._row_of: dict[int, int] = {}
+    def __init__(self, num_groups: int, num_seats: int, num_columns: int, page_tokens: int) -> None:
+        self.table = np.zeros((num_groups, num_seats, num_columns), np.int32)  # [G, seats, M]
+        self.flat = self.table.reshape(num_groups, -1)  # [G, seats M]
         self.page_tokens = page_tokens
-        self._seen = np.full(num_rows, -2)  # [R] the last step that had this row
-        self._copied = np.zeros(num_rows, np.int64)  # [R] pages
+        self._owner = np.full(num_seats, -1)  # [seats] the sequences of the last step, -1 = none
+        self._held = np.zeros(num_seats, np.int64)  # [seats] tokens that their copied pages hold
+        self._last_step = -2
 
-    def rows(self, batch: ScheduledBatch, lens: np.ndarray) -> np.ndarray:
-        """The table row of each sequence of the batch, brought up to date. [S] int64
+    def update(
+        self, batch: ScheduledBatch, seats: np.ndarray, seq_ids: np.ndarray, lens: np.ndarray
+    ) -> None:
+        """Bring the tables of the batch's seats up to date. [S] int64 each
 
-        lens: [S] tokens that each row reads or writes. Only rows whose known pages hold fewer, or
+        lens: tokens that each row reads or writes. Only rows whose known pages hold fewer, or
         that are new or were left out, cost a look at their lists.
         """
-        get = self._row_of.get
-        found = [get(seq_id, -1) for seq_id in batch.seq_ids]
-        if -1 in found:
-            for s in [s for s, row in enumerate(found) if row < 0]:
-                found[s] = self._take(batch.seq_ids[s], batch)
-        rows = np.array(found)  # [S]
-        seen, copied = self._seen[rows], self._copied[rows]  # [S] twice
-        copied *= seen == batch.step - 1
-        self._seen[rows] = batch.step
-        width = self.table.shape[2]
-        spots: list[int] = []  # in the memory of a group's table
-        news: list[list[int]] = [[] for _ in batch.pages]
-        for s in (copied * self.page_tokens < lens).nonzero()[0].tolist():
-            row, have, want = found[s], int(copied[s]), len(batch.pages[0][s])
-            spots += range(row * width + have, row * width + want)
-            for new, pages in zip(news, batch.pages, strict=True):
-                new += pages[s][have:want]
-            self._copied[row] = want
-        if spots:
-            self.table.reshape(len(news), -1)[:, spots] = news
-        return rows
+        held = self._held[seats]  # [S]
+        held *= self._owner[seats] == seq_ids
+        if batch.step != self._last_step + 1:
+            held[:] = 0
+        for s in (held < lens).nonzero()[0].tolist():
+            seat, have, want = batch.seats[s], held[s] // self.page_tokens, len(batch.pages[0][s])
+            for table, pages in zip(self.table, batch.pages, strict=True):
+                table[seat, have:want] = pages[s][have:want]
+            held[s] = want * self.page_tokens
+        self._owner.fill(-1)
+        self._owner[seats], self._held[seats] = seq_ids, held
+        self._last_step = batch.step
 
-    def _take(self, seq_id: int, batch: ScheduledBatch) -> int:
-        if not self._free:
-            live = set(batch.seq_ids)
-            for gone in [i for i in self._row_of if i not in live]:
-                self._free.append(self._row_of.pop(gone))
-        row = self._free.pop()
-        self._row_of[seq_id], self._seen[row] = row, -2
-        return row
+
+def _by_row(batch: ScheduledBatch) -> np.ndarray:
+    """Starts, slots, sources, numbers of tokens, seats, sequences. [6, S] int64"""
+    columns = (
+        batch.starts, batch.slots, batch.sources, batch.num_tokens, batch.seats, batch.seq_ids
+    )  # fmt: skip
+    n = len(batch.starts)
+    return np.fromiter(chain.from_iterable(columns), np.int64, 6 * n).reshape(6, n)
 
 
 def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch) -> None:
@@ -184,28 +194,29 @@ def fill_decode(buffer: HostBuffer, tables: PageTables, batch: ScheduledBatch) -
     as the model has positions, and a row reads no further than its own keys.
     """
     v, n = buffer.view, len(batch.seq_ids)
-    starts = np.array(batch.starts)  # [S]
+    starts, slots, sources, _, seats, seq_ids = _by_row(batch)  # [S] each
     lens = starts + 1  # [S]
-    rows = tables.rows(batch, lens)  # [S]
+    tables.update(batch, seats, seq_ids, lens)
     for name, values, rest in (
         ("positions", starts, 0),
         ("seq_lens", lens, 1),
-        ("slot_of_token", batch.slots, -1),
-        ("sources", batch.sources, -1),
+        ("slot_of_token", slots, -1),
+        ("sources", sources, -1),
         ("token_ids", [ids[0] if ids else 0 for ids in batch.token_ids], 0),
     ):
         column = v[name]
         column[:n], column[n:] = values, rest
     page, offset = np.divmod(starts, tables.page_tokens)  # [S] twice
     columns = int(page.max()) + 1
-    for g, table in enumerate(tables.table):
-        pages, write = v[f"page_table{g}"], v[f"write_idx{g}"]
-        pages[:n, :columns], pages[n:, :columns] = table[rows, :columns], 0
-        write[:n], write[n:] = table[rows, page].astype(np.int64) * tables.page_tokens + offset, -1
-    v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
-    v["logit_rows"][:] = v["sample_rows"][:] = np.arange(buffer.shape.rows)
+    named = tables.table[:, seats, :columns]  # [G, S, pages]
+    buffer.page_tables[:, :n, :columns], buffer.page_tables[:, n:, :columns] = named, 0
+    write = buffer.write_idx  # [G, S]
+    places = np.multiply(tables.table[:, seats, page], tables.page_tokens, dtype=np.int64)  # [G, S]
+    write[:, :n], write[:, n:] = places + offset, -1
+    v["cu_q"][:] = buffer.numbers[: buffer.shape.rows + 1]
+    v["logit_rows"][:] = v["sample_rows"][:] = buffer.numbers[: buffer.shape.rows]
     v["num_rows"][0] = n
-    fill_sampling(buffer, batch, range(n))
+    fill_sampling(buffer, batch, range(n), lens)
 
 
 def fill_mixed(
@@ -223,40 +234,37 @@ def fill_mixed(
     without tokens, logits of token 0 whose draw goes to the place `spare_row`.
     Of the page tables as much is filled as in `fill_decode`.
     """
-    v, page_tokens = buffer.view, tables.page_tokens
-    columns = batch.starts, batch.slots, batch.sources, batch.num_tokens
-    n = len(batch.starts)
-    by_row = np.fromiter(chain.from_iterable(columns), np.int64, 4 * n).reshape(4, n)
-    starts, _, sources, counts = by_row  # [S] each
+    v, page_tokens, n = buffer.view, tables.page_tokens, len(batch.starts)
+    by_row = _by_row(batch)
+    starts, _, sources, counts, seats, seq_ids = by_row  # [S] each
     ends, lens = counts.cumsum(), starts + counts  # [S] twice
-    rows = tables.rows(batch, lens)  # [S]
+    tables.update(batch, seats, seq_ids, lens)
     t, z = int(ends[-1]), len(logit_rows)
     v["sources"].fill(-1)
     v["sources"][ends - 1] = sources
+    first = ends - counts  # [S]
+    ids = v["token_ids"]
+    ids[first] = [row[0] if row else 0 for row in batch.token_ids]
+    for s in (counts > 1).nonzero()[0].tolist():
+        ids[first[s] : ends[s]] = batch.token_ids[s]
     # What a token takes from its row, repeated in one go: the way from its number to its position,
     # its slot, and where its row begins in the page tables.
-    by_row[0] = lens - ends
-    by_row[2] = rows * tables.table.shape[2]
+    by_row[0] = starts - first
+    by_row[2] = seats * tables.table.shape[2]
     shift, slots, table_start = by_row[:3].repeat(counts, 1)  # [T] each
     positions = v["positions"][:t]
-    np.add(np.arange(t), shift, out=positions)
+    np.add(buffer.numbers[:t], shift, out=positions)
     page, offset = np.divmod(positions, page_tokens)  # [T] twice
     page += table_start
     cu_q = v["cu_q"]
     cu_q[0], cu_q[1 : n + 1] = 0, ends
     v["seq_lens"][:n] = lens
     v["slot_of_token"][:t] = slots
-    ids = chain.from_iterable([ids or (0,) for ids in batch.token_ids])
-    v["token_ids"][:t] = np.fromiter(ids, np.int64, t)
     longest = -(-max(lens.tolist()) // page_tokens)  # pages
-    named = tables.table[:, rows, :longest]  # [G, S, pages]
-    found = tables.table.reshape(len(named), -1).take(page, 1)  # [G, T]
-    places = np.multiply(found, page_tokens, dtype=np.int64) + offset  # [G, T]
-    for g, (name, table) in enumerate(zip(*_group_names(len(named)), strict=True)):
-        write = v[name]
-        write[:t] = places[g]
-        write[t:] = -1
-        v[table][:n, :longest] = named[g]
+    buffer.page_tables[:, :n, :longest] = tables.table[:, seats, :longest]
+    write = buffer.write_idx  # [G, T]
+    write[:, :t] = np.multiply(tables.flat.take(page, 1), page_tokens, dtype=np.int64) + offset
+    write[:, t:] = -1
     v["logit_rows"][:z], v["sample_rows"][: len(sample_rows)] = logit_rows, sample_rows
     v["sample_rows"][len(sample_rows) :] = spare_row
     v["num_rows"][0] = n
@@ -264,10 +272,10 @@ def fill_mixed(
         cu_q[n + 1 :], v["seq_lens"][n:] = t, 0
     if buffer.shape.tokens > t:
         positions = v["positions"]
-        v["token_ids"][t:], positions[t:], v["slot_of_token"][t:] = 0, 0, -1
+        ids[t:], positions[t:], v["slot_of_token"][t:] = 0, 0, -1
     if buffer.shape.logits > z:
         v["logit_rows"][z:] = 0
-    fill_sampling(buffer, batch, sample_rows)
+    fill_sampling(buffer, batch, sample_rows, lens)
 
 
 def fill_blank(buffer: HostBuffer, is_decode: bool, spare_row: int) -> None:
@@ -278,28 +286,31 @@ def fill_blank(buffer: HostBuffer, is_decode: bool, spare_row: int) -> None:
     v["sample_rows"].fill(spare_row)
     if is_decode:
         v["seq_lens"].fill(1)
-        v["cu_q"][:] = np.arange(buffer.shape.rows + 1)
-        v["logit_rows"][:] = np.arange(buffer.shape.rows)
+        v["cu_q"][:] = buffer.numbers[: buffer.shape.rows + 1]
+        v["logit_rows"][:] = buffer.numbers[: buffer.shape.rows]
 
 
-def fill_sampling(buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int]) -> None:
+def fill_sampling(
+    buffer: HostBuffer, batch: ScheduledBatch, sample_rows: Sequence[int], lens: np.ndarray
+) -> None:
     """Temperature and the random number of each row of logits; a row that gives no token is greedy
-    and ignored."""
+    and ignored. lens [S]: the position of the token that a row draws"""
     samples = batch.samples
     drawn = [
-        (z, row, batch.position(s))
+        (z, s, row)
         for z, s in enumerate(sample_rows)
         if (row := samples[s]) is not None and row.temperature > 0
     ]
     temperature, uniform = buffer.view["temperature"], buffer.view["uniform"]
-    temperature[:], uniform[:] = 0.0, 0.5
+    temperature.fill(0.0)
+    uniform.fill(0.5)
     if drawn:
         at = [z for z, _, _ in drawn]
-        temperature[at] = [row.temperature for _, row, _ in drawn]
+        temperature[at] = [row.temperature for _, _, row in drawn]
         uniform[at] = draw_uniform(
-            [row.seed for _, row, _ in drawn],
-            [row.index for _, row, _ in drawn],
-            [p for _, _, p in drawn],
+            [row.seed for _, _, row in drawn],
+            [row.index for _, _, row in drawn],
+            lens[[s for _, s, _ in drawn]],
         )
 
 

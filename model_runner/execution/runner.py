@@ -123,7 +123,7 @@ class ModelRunner:
         self._seldom_slots, self._seldom = seldom_slots, True
         self._columns = -(-max_len // page_tokens)
         groups = len(layout.groups)
-        self._tables = PageTables(groups, 2 * max_num_seqs + 2, self._columns, page_tokens)
+        self._tables = PageTables(groups, max_num_seqs, self._columns, page_tokens)
         self._max_num_seqs = max_num_seqs
         # Tokens by row of the last step; the last place takes what padding draws.
         self._previous = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)

@@ -15,7 +15,7 @@ GOLDEN, MIX_1, MIX_2 = (
 
 
 def draw_uniform(
-    seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
+    seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int] | np.ndarray
 ) -> np.ndarray:
     """A number in (0, 1) from each (seed, index, position): splitmix64 over the three. [n] float32,
     [n] ints each

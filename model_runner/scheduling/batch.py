@@ -4,6 +4,7 @@ A batch is columns, not a list of objects: `inputs` turns a column into a tensor
 token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -54,7 +55,7 @@ class History:
     """The tokens of a row with penalties, told once, in the step that draws its first token since
     it entered: what is drawn from then on is counted on the device.
 
-    seat  its number among those that take part in steps, free again when it leaves
+    seat  the row's, see `ScheduledBatch.seats`
     token_ids  its prompt, of prompt_len tokens, then its output so far
     """
 
@@ -83,11 +84,13 @@ class ScheduledBatch:
     seq_ids         [S] the engine's numbers of the sequences
     num_tokens      [S] query tokens of the row (1 = decode)
     starts          [S] position of the row's first query token (= tokens already in the cache)
-    token_ids       [S] tuples of num_tokens ids; an empty tuple: the row's one token is the one
-                    that `sources` names
+    token_ids       [S] num_tokens ids of each row; none: the row's one token is the one that
+                    `sources` names
     sources         [S] row of the previous step whose sampled token is this row's input, -1 =
                     token_ids has it
     slots           [S] adapter slot, -1 = base model
+    seats           [S] the sequence's number among those that take part in steps, below the most
+                    that may; another sequence's as soon as it has left
     pages           [G][S] page ids of the row by KV group, index = position // page_tokens; freed
                     ones (window) are 0
     samples         [S] a SamplingRow where the row gives a token, else None
@@ -95,21 +98,22 @@ class ScheduledBatch:
     prompt_scores   of the rows whose prompt's log-probabilities are wanted
     tokens are those of the rows, one after the other: T = sum(num_tokens).
 
-    For inputs that keep tables from step to step: a row keeps its place while its sequence decodes,
-    except that the last decode row moves into the place of one that left; compare seq_ids. The
-    lists in `pages` are the scheduler's own (all groups of a row are equally long): read them
-    before the next `schedule()`. While a sequence stays in consecutive steps its lists change only
-    in steps where they grow: new ids at the end, and at the front some set to 0. A sequence that
-    was left out of a step may come back with other pages.
+    For inputs that keep tables from step to step: a sequence keeps its seat while it takes part,
+    but not its row (the last decode row moves into the place of one that left). The lists in
+    `pages` are the scheduler's own (all groups of a row are equally long): read them before the
+    next `schedule()`. While a sequence stays in consecutive steps its lists change only in steps
+    where they grow: new ids at the end, and at the front some set to 0. A sequence that was left
+    out of a step may come back with other pages.
     """
 
     step: int
     seq_ids: tuple[int, ...]
     num_tokens: tuple[int, ...]
     starts: tuple[int, ...]
-    token_ids: tuple[tuple[int, ...], ...]
+    token_ids: tuple[Sequence[int], ...]
     sources: tuple[int, ...]
     slots: tuple[int, ...]
+    seats: tuple[int, ...]
     pages: tuple[tuple[list[int], ...], ...]
     samples: tuple[SamplingRow | None, ...]
     histories: tuple[History, ...] = ()

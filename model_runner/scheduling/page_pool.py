@@ -8,7 +8,7 @@ what fell out of a window, point there.
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from os import urandom
@@ -125,7 +125,7 @@ class PagePool:
 
         return min(limit, 1 + bisect_left(range(1, limit), True, key=is_too_long))
 
-    def match(self, table: PageTable, token_ids: Sequence[int]) -> int:
+    def match(self, table: PageTable, token_ids: "array[int]") -> int:
         """Tokens of the longest cached prefix that every group can serve.
 
         Never all of them: at least the last is computed, for its logits.
@@ -209,12 +209,13 @@ class PagePool:
         missing = added * len(self.groups) - self.free_pages
         if missing > 0:
             return missing
-        for pages in table.pages:
-            pages += self._take(added)
+        taken = self._take(added * len(self.groups))
+        for g, pages in enumerate(table.pages):
+            pages += taken[g * added : (g + 1) * added]
         self._tables.add(table)
         return 0
 
-    def offer(self, table: PageTable, token_ids: Sequence[int], num_computed: int) -> None:
+    def offer(self, table: PageTable, token_ids: "array[int]", num_computed: int) -> None:
         """Let others find the full pages of the first `num_computed` tokens from now on."""
         if not self.prefix_cache:
             return
@@ -302,16 +303,15 @@ class PagePool:
         """Blocks alive at once: what a chunk's first query reads, and the chunk."""
         return (max_chunk + group.window - 2) // self.page_tokens + 2 if group.window else blocks
 
-    def _extend_digests(self, table: PageTable, token_ids: Sequence[int], num_blocks: int) -> None:
+    def _extend_digests(self, table: PageTable, token_ids: "array[int]", num_blocks: int) -> None:
         """Hash up to `num_blocks` blocks, each with all before it. They are kept for ever."""
         digests, size = table.digests, self.page_tokens
         known = len(digests)
         if known >= num_blocks:
             return
-        packed = array("q", token_ids[known * size : num_blocks * size]).tobytes()
-        update, digest, stride = table.hashed.update, table.hashed.digest, 8 * size
-        for first in range(0, len(packed), stride):
-            update(packed[first : first + stride])
+        update, digest = table.hashed.update, table.hashed.digest
+        for first in range(known * size, num_blocks * size, size):
+            update(token_ids[first : first + size])
             digests.append(digest())
 
     def _take(self, count: int) -> list[int]:

@@ -4,6 +4,7 @@ Not for choosing: the scheduler says who comes in, who goes, and which chunk of 
 computed.
 """
 
+from collections.abc import Sequence as Items
 from typing import TypeVar
 
 from model_runner.scheduling.batch import History, PromptScore, SamplingRow, ScheduledBatch
@@ -15,8 +16,8 @@ _Entry = TypeVar("_Entry")
 class RunningSet:
     """Decodes in the order of their rows, prompts in the making, and decodes that miss a step.
 
-    The columns that do not change while a sequence decodes (id, slot, page lists) are kept from
-    step to step.
+    The columns that do not change while a sequence decodes (id, slot, seat, page lists) are kept
+    from step to step.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -27,6 +28,7 @@ class RunningSet:
         self._num_seats = 0  # handed out or free
         self._seq_ids: list[int] = []
         self._slots: list[int] = []
+        self._seats: list[int] = []
         self._pages: tuple[list[list[int]], ...] = tuple([] for _ in range(num_groups))
 
     def __len__(self) -> int:
@@ -36,11 +38,10 @@ class RunningSet:
         """It has entered: its prompt is computed chunk by chunk."""
         seq.in_batch = True
         self.prefilling.append(seq)
-        if seq.sampling_row.has_penalties:
-            if not self._free_seats:
-                self._free_seats.append(self._num_seats)
-                self._num_seats += 1
-            seq.seat = self._free_seats.pop()
+        if not self._free_seats:
+            self._free_seats.append(self._num_seats)
+            self._num_seats += 1
+        seq.seat = self._free_seats.pop()
 
     def stall(self, seq: Sequence) -> None:
         """A decode sits out one step."""
@@ -57,15 +58,14 @@ class RunningSet:
         """It takes part no longer. The last decode row takes the place of one that leaves."""
         assert seq.in_batch, f"sequence {seq.seq_id} is in no batch"
         seq.in_batch = False
-        if seq.seat >= 0:
-            self._free_seats.append(seq.seat)
-            seq.seat = -1
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         elif seq in self.stalled:
             self.stalled.remove(seq)
         else:
             self._drop_row(seq)
+        self._free_seats.append(seq.seat)
+        seq.seat = -1
 
     def all(self) -> list[Sequence]:
         """Everyone, in no particular order."""
@@ -92,7 +92,7 @@ class RunningSet:
         """
         rows = self.decoding.copy()
         starts: list[int] = []
-        token_ids: list[tuple[int, ...]] = []
+        token_ids: list[Items[int]] = []
         sources: list[int] = []
         samples: list[SamplingRow | None] = [seq.sampling_row for seq in rows]
         histories: list[History] = []
@@ -112,7 +112,7 @@ class RunningSet:
             seq.num_in_flight += 1
             seq.row = row
         num_tokens = [1] * len(rows)
-        seq_ids, slots = self._seq_ids.copy(), self._slots.copy()
+        seq_ids, slots, seats = self._seq_ids.copy(), self._slots.copy(), self._seats.copy()
         pages = tuple(column.copy() for column in self._pages)
         for seq, end in chunks.items():
             start = seq.num_computed
@@ -120,15 +120,16 @@ class RunningSet:
             seq_ids.append(seq.seq_id)
             num_tokens.append(end - start)
             starts.append(start)
-            token_ids.append(tuple(seq.token_ids[start:end]))
+            token_ids.append(seq.token_ids[start:end])
             sources.append(-1)
             slots.append(seq.slot_index)
+            seats.append(seq.seat)
             for column, ids in zip(pages, seq.table.pages, strict=True):
                 column.append(ids)
             if seq.sampling_row.banned_ids and not seq.bans_end:
                 seq.sampling_row = seq.make_sampling_row()
             samples.append(seq.sampling_row if is_last else None)
-            if is_last and seq.seat >= 0:
+            if is_last and seq.sampling_row.has_penalties:
                 known = tuple(seq.token_ids)
                 histories.append(History(len(rows), seq.seat, known, seq.prompt_len))
             if seq.num_scored < min(end + 1, seq.prompt_len):
@@ -149,6 +150,7 @@ class RunningSet:
             tuple(token_ids),
             tuple(sources),
             tuple(slots),
+            tuple(seats),
             tuple(map(tuple, pages)),
             tuple(samples),
             tuple(histories),
@@ -160,18 +162,20 @@ class RunningSet:
         """AssertionError if a column no longer belongs to the row beside it."""
         assert self._seq_ids == [seq.seq_id for seq in self.decoding], "rows and ids differ"
         assert self._slots == [seq.slot_index for seq in self.decoding], "rows and slots differ"
+        assert self._seats == [seq.seat for seq in self.decoding], "rows and seats differ"
         for g, column in enumerate(self._pages):
             own = [seq.table.pages[g] for seq in self.decoding]
             assert len(column) == len(own), f"{len(column)} page lists for {len(own)} rows"
             assert all(a is b for a, b in zip(column, own, strict=True)), "not the row's own pages"
         assert all(seq.in_batch for seq in self.all()), "a sequence that left is still here"
-        seats = [seq.seat for seq in self.all() if seq.seat >= 0] + self._free_seats
+        seats = [seq.seat for seq in self.all()] + self._free_seats
         assert sorted(seats) == list(range(self._num_seats)), f"seats {seats}"
 
     def _append_row(self, seq: Sequence) -> None:
         self.decoding.append(seq)
         self._seq_ids.append(seq.seq_id)
         self._slots.append(seq.slot_index)
+        self._seats.append(seq.seat)
         for column, ids in zip(self._pages, seq.table.pages, strict=True):
             column.append(ids)
 
@@ -180,6 +184,7 @@ class RunningSet:
         _move_last(self.decoding, row)
         _move_last(self._seq_ids, row)
         _move_last(self._slots, row)
+        _move_last(self._seats, row)
         for column in self._pages:
             _move_last(column, row)
 

@@ -3,6 +3,7 @@
 Not for decisions: who runs when is the scheduler's, which page belongs to whom the pool's.
 """
 
+from array import array
 from enum import Enum, auto
 from hashlib import blake2b
 from typing import Protocol
@@ -61,7 +62,7 @@ class Sequence:
     submitted_s, entered_s  on the monotonic clock: when the engine got it, when it first entered
     num_scored      tokens of the prompt whose log-probabilities launched steps give, or which are
                     not wanted; its first has none
-    seat            its number among those with penalties that take part in steps, -1 = none
+    seat            its number among those that take part in steps, -1 = it does not
     Errors: ValueError for an empty prompt or a weight that is not positive.
     """
 
@@ -114,10 +115,10 @@ class Sequence:
         self.request = request
         self.index = index
         self.seed = seed
-        self.token_ids = list(request.token_ids)
+        self.token_ids = array("q", request.token_ids)
         self.prompt_len = len(self.token_ids)
         if request.resumed:
-            self.token_ids += request.resumed[index] or ()
+            self.token_ids.extend(request.resumed[index] or ())
         self.num_given = len(self.token_ids)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None

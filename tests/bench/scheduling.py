@@ -59,7 +59,7 @@ def measure(
     refs = [AdapterRef(str(i), f"file:///{i}") for i in range(NUM_ADAPTERS)]
     times: dict[str, list[float]] = {"schedule": [], "inputs": [], "commit": []}
     columns = MAX_LEN // PAGE_TOKENS
-    tables = PageTables(len(windows), 2 * NUM_SEQS, columns, PAGE_TOKENS)
+    tables = PageTables(len(windows), NUM_SEQS, columns, PAGE_TOKENS)
     decode_buffer = HostBuffer(
         StepShape(NUM_SEQS, NUM_SEQS, NUM_SEQS, columns, len(windows)), pinned=False
     )

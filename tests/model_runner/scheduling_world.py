@@ -164,8 +164,7 @@ class World:
             self.gate.lacks_slot if self.makes_room else None,
         )
         columns = -(-self.max_model_len // self.page_tokens)
-        num_rows = 2 * self.max_num_seqs + 2
-        self.tables = PageTables(len(self.windows), num_rows, columns, self.page_tokens)
+        self.tables = PageTables(len(self.windows), self.max_num_seqs, columns, self.page_tokens)
         self.seqs: dict[int, Sequence] = {}
         self.delivered: dict[int, list[int]] = {}
         self.finished: dict[int, Update] = {}
@@ -293,7 +292,7 @@ class World:
             end = first + len(score.token_ids)
             assert end <= batch.starts[score.row] + batch.num_tokens[score.row] + 1
             seq = self.seqs[batch.seq_ids[score.row]]
-            assert list(score.token_ids) == seq.token_ids[first:end]
+            assert list(score.token_ids) == seq.token_ids[first:end].tolist()
             told = self.scored.setdefault(seq.seq_id, [])
             assert len(told) == first - 1
             told += score.token_ids
@@ -334,11 +333,13 @@ class World:
     def _check_tables(self, batch: ScheduledBatch) -> None:
         """What the device reads pages from, kept from step to step, names those of the batch."""
         ends = np.array(batch.starts) + np.array(batch.num_tokens)  # [S]
-        for s, row in enumerate(self.tables.rows(batch, ends)):
+        assert len(set(batch.seats)) == len(batch.seats)
+        self.tables.update(batch, np.array(batch.seats), np.array(batch.seq_ids), ends)
+        for s, seat in enumerate(batch.seats):
             num_blocks = -(-int(ends[s]) // self.page_tokens)
             for table, pages in zip(self.tables.table, batch.pages, strict=True):
                 want = np.array(pages[s][:num_blocks])
-                kept = table[row, :num_blocks]
+                kept = table[seat, :num_blocks]
                 assert (kept[want > 0] == want[want > 0]).all(), (
                     f"sequence {batch.seq_ids[s]} has pages {want}, not {kept}"
                 )

@@ -102,12 +102,12 @@ def test_padded_steps_answer_as_unpadded_ones(monkeypatch: pytest.MonkeyPatch) -
 
 # (function, line, instead) of inputs.py, each of which makes a row of padding harmless.
 GUARDS = [
-    pytest.param("fill_mixed", "write[t:] = -1", "pass", id="keys of a padded chunk"),
+    pytest.param("fill_mixed", "write[:, t:] = -1", "pass", id="keys of a padded chunk"),
     # A token and a few keys each: what garbage would claim does not fit into memory.
     pytest.param("fill_mixed", 'cu_q[n + 1 :], v["seq_lens"][n:] = t, 0',
                  'cu_q[n + 1 :], v["seq_lens"][n:] = t + 1, 8', id="rows of a padded chunk"),
-    pytest.param("fill_decode", "* tables.page_tokens + offset, -1",
-                 "* tables.page_tokens + offset, write[0]", id="keys of a padded decode"),
+    pytest.param("fill_decode", "places + offset, -1",
+                 "places + offset, write[:, :1].copy()", id="keys of a padded decode"),
 ]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_page_tables_cost_what_the_rows_hold_not_what_the_model_could(decode: bo
     starts, pages = (20, 7), ([5, 6], [9])
     batch = ScheduledBatch(
         0, (1, 2), counts, starts, tuple((7,) * n for n in counts), (-1, -1), (-1, -1),
-        (pages,), (None, None),
+        (3, 2), (pages,), (None, None),
     )  # fmt: skip
     tables = PageTables(1, 8, 8192, 16)
     buffer = HostBuffer(StepShape(4, 4 if decode else 64, 4, 8192, 1), pinned=False)

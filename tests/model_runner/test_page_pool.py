@@ -1,5 +1,7 @@
 """Pages: who owns them, who finds them again, and that `check` notices what does not add up."""
 
+from array import array
+
 import pytest
 
 from adapter_store.ref import AdapterRef
@@ -7,10 +9,10 @@ from model_runner.scheduling.page_pool import KvGroup, PagePool, PageTable
 
 FULL = (KvGroup("full"),)
 BOTH = (KvGroup("full"), KvGroup("window", 8))
-PROMPT = tuple(range(100, 130))
+PROMPT = array("q", range(100, 130))
 
 
-def fill(pool: PagePool, table: PageTable, ids: tuple[int, ...], chunk: int = 1000) -> int:
+def fill(pool: PagePool, table: PageTable, ids: "array[int]", chunk: int = 1000) -> int:
     """Compute `ids` as a scheduler does; the tokens that were found instead."""
     cached = pool.match(table, ids)
     pool.adopt(table, cached)
@@ -46,7 +48,7 @@ def test_a_prefix_is_found_while_owned_and_after() -> None:
     pool = PagePool(64, 4, FULL)
     first, second, third = (pool.open() for _ in range(3))
     assert fill(pool, first, PROMPT) == 0
-    assert fill(pool, second, PROMPT[:18] + (1, 2, 3)) == 16
+    assert fill(pool, second, PROMPT[:18] + array("q", (1, 2, 3))) == 16
     assert second.pages[0][:4] == first.pages[0][:4]
     assert not set(second.pages[0][4:]) & set(first.pages[0])
     owned = pool.num_pages - 1 - pool.free_pages
@@ -91,8 +93,8 @@ def test_only_the_same_salt_and_adapter_content_share() -> None:
 def test_a_block_is_found_only_behind_the_same_blocks() -> None:
     pool = PagePool(64, 4, FULL)
     fill(pool, pool.open(), PROMPT)
-    assert pool.match(pool.open(), (1, *PROMPT[1:])) == 0
-    assert pool.match(pool.open(), (*PROMPT[:4], 1, *PROMPT[5:])) == 4
+    assert pool.match(pool.open(), array("q", (1, *PROMPT[1:]))) == 0
+    assert pool.match(pool.open(), array("q", (*PROMPT[:4], 1, *PROMPT[5:]))) == 4
     assert pool.match(pool.open(), PROMPT[4:]) == 0
 
 
@@ -121,7 +123,7 @@ def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
     other = pool.open()
     assert pool.grow(other, 8, 0) == 0  # two pages: the end of `old`
     pool.check()
-    longer = (*PROMPT[:16], 1)
+    longer = array("q", (*PROMPT[:16], 1))
     assert pool.match(pool.open("old"), longer) == 8
     assert pool.match(pool.open("new"), longer) == 16
     again = pool.open("old")
@@ -185,7 +187,7 @@ def test_the_longest_sequence_is_the_last_that_fits(
 def test_a_hit_needs_every_group_but_of_a_window_only_its_end() -> None:
     pool = PagePool(64, 4, BOTH)
     table = pool.open()
-    ids = tuple(range(200, 241))
+    ids = array("q", range(200, 241))
     fill(pool, table, ids)  # one chunk: all ten full blocks were offered in both groups
     assert pool.match(pool.open(), ids) == 40
     assert pool.grow(table, 44, 41) == 0 and pool.grow(table, 48, 44) == 0
@@ -207,7 +209,7 @@ def test_a_hit_needs_every_group_but_of_a_window_only_its_end() -> None:
 def test_a_hit_at_the_border_of_chunks_needs_no_page_before_it() -> None:
     pool = PagePool(64, 4, (KvGroup("full"), KvGroup("chunks", 8, True)))
     table = pool.open()
-    ids = tuple(range(200, 241))
+    ids = array("q", range(200, 241))
     fill(pool, table, ids)
     lost = table.pages[1][7]  # positions 28 .. 31, the end of a chunk
     pool._unkey(lost)
@@ -219,7 +221,7 @@ def test_a_hit_at_the_border_of_chunks_needs_no_page_before_it() -> None:
 def test_a_missing_window_page_shortens_the_hit() -> None:
     pool = PagePool(64, 4, BOTH)
     table = pool.open()
-    ids = tuple(range(200, 241))
+    ids = array("q", range(200, 241))
     fill(pool, table, ids)
     lost = table.pages[1][7]
     pool._unkey(lost)  # what an eviction does
@@ -236,7 +238,7 @@ def test_entry_pages_is_what_entering_takes_at_most(groups: tuple[KvGroup, ...])
         fill(pool, owner, PROMPT)
         if not hit_owner_lives:
             pool.release(owner)
-        table, ids = pool.open(), (*PROMPT, *range(17))
+        table, ids = pool.open(), array("q", (*PROMPT, *range(17)))
         cached = pool.match(table, ids)
         assert cached == 28
         need, free = pool.entry_pages(table, cached, len(ids), 1000), pool.free_pages

@@ -76,12 +76,12 @@ def _values_past_the_end(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(kernels.paged_attention, "prefill", bad.prefill)
 
 
-def _pages_of_before(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    take_out(patch, PageTables, "rows", "copied *= seen == batch.step - 1", "pass")
+def _pages_of_another(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    take_out(patch, PageTables, "update", "held *= self._owner[seats] == seq_ids", "pass")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("guard", [_values_past_the_end, _pages_of_before])
+@pytest.mark.parametrize("guard", [_values_past_the_end, _pages_of_another])
 def test_poison_is_felt_without(guard, tmp_path, monkeypatch) -> None:
     guard(monkeypatch, tmp_path)
     with pytest.raises(AssertionError):
@@ -91,7 +91,7 @@ def test_poison_is_felt_without(guard, tmp_path, monkeypatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("fill_decode", '("slot_of_token", batch.slots, -1),'),
+    [("fill_decode", '("slot_of_token", slots, -1),'),
      ("fill_mixed", 'v["slot_of_token"][:t] = slots')],
 )  # fmt: skip
 def test_no_step_leaves_its_slots_to_the_next(name, line, monkeypatch) -> None:

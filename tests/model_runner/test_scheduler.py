@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from model_runner.execution.inputs import PageTables
 from model_runner.request import FinishReason
 from model_runner.scheduling.admission import Admission
 from tests.guards import take_out
@@ -321,6 +322,21 @@ def test_the_oldest_is_never_preempted(look_ahead: bool) -> None:
     assert steps < 36 + 15  # it sits out a step now and then, until pages come back
     world.drain()
     world.check_answers()
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [("self._owner.fill(-1)", "pass"),
+     ("if batch.step != self._last_step + 1:", "if False:"),
+     ("held *= self._owner[seats] == seq_ids", "pass")],
+)  # fmt: skip
+def test_kept_page_tables_are_wrong_without(
+    line: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the seat may sit another one, or the same one, which was away and has other pages."""
+    take_out(monkeypatch, PageTables, "update", line, instead)
+    with pytest.raises(AssertionError, match="has pages"):
+        test_the_oldest_is_never_preempted(True)
 
 
 @BOTH
