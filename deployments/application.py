@@ -1,7 +1,8 @@
 """Wires ingress, router, replicas and adapter actors into one Ray Serve application.
 
-Nothing else wires. It works with and without Serve's environment flags, which Ray's processes read
-when they start: serve_flags.py says which are to be set before `ray start` or `serve run`, and why.
+Nothing else wires. Ray's processes read Serve's flags when they start: `app` sets them for a Ray
+that `serve run` starts after it; serve_flags.py says which are to be set before `ray start`, and
+why.
 """
 
 import logging
@@ -12,6 +13,7 @@ import warnings
 from hashlib import sha256
 from typing import Any
 
+import ray
 from click import ClickException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -27,7 +29,7 @@ from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.request_router import PlacementRequestRouter
 from deployments.router import Router
-from deployments.serve_flags import SERVE_FLAGS
+from deployments.serve_flags import set_unset
 from deployments.short_form import parse_args
 
 ROUTING_STATS_PERIOD_S = 1.0
@@ -48,6 +50,8 @@ def app(args: dict[str, Any]) -> Application:
     Errors: ClickException, which `serve run` prints as one line, for whatever is a ConfigError;
     also for an `http` address: `serve run` opens its own.
     """
+    if not ray.is_initialized():
+        set_unset()
     try:
         given = parse_args(args)
         config = given.service_config()
@@ -62,7 +66,7 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def build(config: ServiceConfig) -> Application:
-    """The application of a configuration. Flags of Ray Serve that are not set are told in the log.
+    """The application of a configuration.
 
     Errors: ConfigError for what is missing on this machine.
     """
@@ -70,9 +74,6 @@ def build(config: ServiceConfig) -> Application:
         if not os.path.isfile(os.path.join(model.path, "config.json")):
             raise ConfigError(f"models: {model.name}: {model.path} holds no config.json")
         model.sampling_defaults()  # told of now, not by an ingress that cannot start
-    unset = [name for name in SERVE_FLAGS if name not in os.environ]
-    if unset:
-        _log.warning("Ray Serve runs without %s: infra/README.md says how to set them", unset)
     router = _router(config)
     replicas = {model.name: _replica(config, model, router) for model in config.models}
     settings = config.ingress

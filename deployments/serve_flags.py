@@ -1,5 +1,6 @@
 """The flags that this service is run and measured with. Ray Serve reads them from the environment
-when it is imported, in every process. No Ray here: set them first, on every node:
+when it is imported, in every process. No Ray here. A Ray that `serve run` starts gets them from
+`set_unset`; where there is a Ray already, set them before `ray start`, on every node:
 
     export $(python -m deployments.serve_flags)
 
@@ -14,6 +15,11 @@ PROXY_READY_CHECK         seconds in which the proxy must be up, three times: wi
                           that starts on a busy machine is killed, and `serve run` fails
 """
 
+import logging
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
 SERVE_FLAGS = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
@@ -21,6 +27,29 @@ SERVE_FLAGS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.edge:guards",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
 }
+
+
+def unset(environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """The flags that nobody has set, to whatever value."""
+    return [name for name in SERVE_FLAGS if name not in environment]
+
+
+def set_unset(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set those that nobody has set, for a Ray that is started from here; its proxies find the
+    module of the guards, installed or not."""
+    for name in unset(environment):
+        environment[name] = SERVE_FLAGS[name]
+    root = str(Path(__file__).parents[1])
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in paths:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, *paths)))
+
+
+def warn_of_unset(log: logging.Logger) -> None:
+    """Tell the flags that this node's Ray was started without."""
+    if missing := unset():
+        log.warning("Ray runs here without %s: infra/README.md says how to set them", missing)
+
 
 if __name__ == "__main__":
     print("\n".join(f"{name}={value}" for name, value in SERVE_FLAGS.items()))

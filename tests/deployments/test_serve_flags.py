@@ -1,5 +1,6 @@
 """Every flag is known to the Ray Serve that is installed, and read as we mean it."""
 
+import logging
 import os
 import re
 import socket
@@ -7,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deployments.serve_flags import SERVE_FLAGS
+import pytest
+from click import ClickException
+
+from deployments import application
+from deployments.serve_flags import SERVE_FLAGS, set_unset, unset, warn_of_unset
 
 PROGRAM = """
 import ray.serve._private.constants as c
@@ -32,6 +37,46 @@ def test_a_shell_can_set_them_all() -> None:
     words = [sys.executable, "-m", "deployments.serve_flags"]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert dict(line.split("=", 1) for line in printed.split()) == SERVE_FLAGS
+
+
+def test_what_somebody_set_stays_and_the_rest_is_set() -> None:
+    environment = {"RAY_SERVE_PROXY_USE_GRPC": "0", "PYTHONPATH": "/elsewhere"}
+    assert unset(environment) == [name for name in SERVE_FLAGS if name not in environment]
+    set_unset(environment)
+    assert unset(environment) == []
+    assert environment["RAY_SERVE_PROXY_USE_GRPC"] == "0"
+    root = str(Path(__file__).resolve().parents[2])
+    assert environment["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
+    again = dict(environment)
+    set_unset(again)
+    assert again == environment
+
+
+def test_serve_run_starts_ray_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for the application first, and starts Ray then, in the same process."""
+    kept = dict(os.environ)
+    for name in SERVE_FLAGS:
+        monkeypatch.delenv(name, raising=False)
+    try:
+        with pytest.raises(ClickException):
+            application.app({"model": "/no/such/folder"})
+        assert unset() == []
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def test_a_node_without_them_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in SERVE_FLAGS.items():
+        monkeypatch.setenv(name, value)
+    log = logging.getLogger("flags")
+    warn_of_unset(log)
+    assert not caplog.records
+    monkeypatch.delenv("RAY_SERVE_PROXY_USE_GRPC")
+    warn_of_unset(log)
+    assert "without ['RAY_SERVE_PROXY_USE_GRPC']" in caplog.text
 
 
 def test_make_serve_ends_in_one_line_where_its_port_is_taken() -> None:
