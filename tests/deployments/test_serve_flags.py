@@ -55,6 +55,7 @@ def test_what_somebody_set_stays_and_the_rest_is_set() -> None:
 def test_serve_run_starts_ray_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for the application first, and starts Ray then, in the same process."""
     kept = dict(os.environ)
+    monkeypatch.setattr(application.ray, "is_initialized", lambda: False)
     for name in SERVE_FLAGS:
         monkeypatch.delenv(name, raising=False)
     try:
