@@ -29,7 +29,7 @@ from deployments.frontend import Frontend, Prepare
 from deployments.replica_backend import ReplicaBackend
 from deployments.resumption import Resumption
 from deployments.router_link import RouterLink
-from deployments.serve_flags import warn_of_unset
+from deployments.serve_flags import open_log
 from deployments.streaming import KEEP_ALIVE
 from deployments.tenants import TenantConfig
 from deployments.usage import UsageWriter
@@ -328,7 +328,7 @@ class Ingress:
         router: DeploymentHandle,
         replicas: dict[str, DeploymentHandle],
     ) -> None:
-        warn_of_unset(_log)
+        open_log(_log)
         patience_s, me = config.ingress.max_waiting_s, ray.get_runtime_context().get_actor_name()
         backends = {
             name: ReplicaBackend(

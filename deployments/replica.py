@@ -36,7 +36,7 @@ from deployments.metrics import (
 )
 from deployments.placement.view import Place, ReplicaView
 from deployments.router import SeatOrders
-from deployments.serve_flags import warn_of_unset
+from deployments.serve_flags import open_log
 from deployments.turns import take_turns
 from model_runner.engine_face import EngineFace
 from model_runner.request import ErrorCode, FinishReason, Request, RequestOutput
@@ -70,7 +70,7 @@ class Replica:
         from model_runner.engine_loop import EngineLoop
         from model_runner.engine_process import SWITCH_INTERVAL_S, EngineProcess
 
-        warn_of_unset(_log)
+        open_log(_log)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._model = settings.name
         self._config = settings.engine_config(host_cache_dir)

@@ -29,6 +29,7 @@ from deployments.placement.view import (
     ReplicaView,
     TenantLoad,
 )
+from deployments.serve_flags import open_log
 from deployments.tenant_labels import LabelledTenants, first_tenants
 
 LEASE_S = 10.0
@@ -69,6 +70,7 @@ class Router:
     """Traffic shares in, versioned Placement out."""
 
     def __init__(self, config: ServiceConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        open_log(_log)
         self._clock = clock
         self._listens_until_s = clock() + LEARN_S
         self._policy = POLICIES[config.placement_policy]

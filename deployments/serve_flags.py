@@ -18,6 +18,7 @@ PROXY_READY_CHECK         seconds in which the proxy must be up, three times: wi
 import logging
 import os
 from collections.abc import MutableMapping
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 SERVE_FLAGS = {
@@ -36,17 +37,28 @@ def unset(environment: MutableMapping[str, str] = os.environ) -> list[str]:
 
 def set_unset(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set those that nobody has set, for a Ray that is started from here; its proxies find the
-    module of the guards, installed or not."""
+    module of the guards, installed or not. It has no load balancer in front: Serve need not wait
+    half a minute for one when it stops."""
     for name in unset(environment):
         environment[name] = SERVE_FLAGS[name]
+    environment.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
     root = str(Path(__file__).parents[1])
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, *paths)))
 
 
-def warn_of_unset(log: logging.Logger) -> None:
-    """Tell the flags that this node's Ray was started without."""
+def open_log(log: logging.Logger) -> None:
+    """Let each line of this process be read at once, and tell the flags that this node's Ray was
+    started without.
+
+    With THROUGHPUT_OPTIMIZED Ray Serve writes lines by the thousand, to save requests the time;
+    ours write none, and why an adapter moved must be there when somebody looks.
+    """
+    for handler in log.handlers:
+        if isinstance(handler, MemoryHandler):
+            handler.flushLevel = logging.NOTSET
+            handler.flush()
     if missing := unset():
         log.warning("Ray runs here without %s: infra/README.md says how to set them", missing)
 

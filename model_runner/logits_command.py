@@ -6,8 +6,8 @@ OUT/<id>.safetensors holds `logits` float32 (tokens, vocabulary). With score_fro
 OUT/<id>.score.json holds instead "chosen" (the logit of
 input_ids[i + 1] at position i, for i = n .. len - 2) and "best" (the largest logit there), and no
 vocabulary-wide array is kept.
-OUT/<id>.error.txt says why a job was refused; a line that is none, or whose id names no file, ends
-the command before any has run.
+OUT/<id>.error.txt says why a job was refused, and the exit code stays 0; a line that is none, or
+whose id names no file, ends the command before any has run.
 """
 
 import argparse
@@ -217,5 +217,7 @@ def _read_job(raw: dict[str, Any], name: str, model: str, refs: dict[str, Adapte
     model = raw.get("model") or model
     if not model:
         raise ValueError("the job names no model and --model was not given")
+    if adapter is not None and adapter not in refs and not Path(adapter).is_dir():
+        raise ValueError(f"adapter {adapter!r} is neither a name of --adapters nor a folder")
     ref = None if adapter is None else refs.get(adapter) or AdapterRef(adapter, adapter)
     return Job(name, model, ref, read_ids(raw, "input_ids"), score_from)

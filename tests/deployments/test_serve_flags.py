@@ -6,13 +6,14 @@ import re
 import socket
 import subprocess
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import pytest
 from click import ClickException
 
 from deployments import application
-from deployments.serve_flags import SERVE_FLAGS, set_unset, unset, warn_of_unset
+from deployments.serve_flags import SERVE_FLAGS, open_log, set_unset, unset
 
 PROGRAM = """
 import ray.serve._private.constants as c
@@ -46,6 +47,7 @@ def test_what_somebody_set_stays_and_the_rest_is_set() -> None:
     assert unset(environment) == []
     assert environment["RAY_SERVE_PROXY_USE_GRPC"] == "0"
     root = str(Path(__file__).resolve().parents[2])
+    assert environment["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] == "0"
     assert environment["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
     again = dict(environment)
     set_unset(again)
@@ -73,11 +75,28 @@ def test_a_node_without_them_is_told_of(
     for name, value in SERVE_FLAGS.items():
         monkeypatch.setenv(name, value)
     log = logging.getLogger("flags")
-    warn_of_unset(log)
+    open_log(log)
     assert not caplog.records
     monkeypatch.delenv("RAY_SERVE_PROXY_USE_GRPC")
-    warn_of_unset(log)
+    open_log(log)
     assert "without ['RAY_SERVE_PROXY_USE_GRPC']" in caplog.text
+
+
+def test_lines_are_written_at_once_whatever_ray_holds_back(tmp_path: Path) -> None:
+    """As Ray Serve sets a replica's log up with THROUGHPUT_OPTIMIZED."""
+    path = tmp_path / "replica.log"
+    file = logging.FileHandler(path)
+    held = MemoryHandler(1000, logging.ERROR, file)
+    log = logging.Logger("replica")
+    log.addHandler(held)
+    log.info("before")
+    assert path.read_text() == ""
+    open_log(log)
+    log.info("after")
+    lines = path.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    held.close()
+    file.close()
 
 
 def test_make_serve_ends_in_one_line_where_its_port_is_taken() -> None:

@@ -19,13 +19,14 @@ import pytest
 import yaml
 
 from deployments.local_s3 import REGION, free_ports, is_free
+from deployments.serve_flags import SERVE_FLAGS
 from tests.e2e.running import Running
 from tests.lacking import lack
 from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS
 from tests.s3_server import start_s3_server
 
 START_S = 120.0
-END_S = 35.0
+END_S = 20.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -96,6 +97,20 @@ def test_the_short_form_serves_each_module_by_its_name(private: Path) -> None:
             assert names == ["base", "customerA", "customerB"]
             for name, voice in zip(names, ("base", "pirate", "formal"), strict=True):
                 assert answer(client, name) == ANSWERS[voice][0]
+            # Ray was started with the flags, and what its replicas say can be read.
+            flags = {f"{name}={value}".encode() for name, value in SERVE_FLAGS.items()}
+            with_flags = [pid for pid in running.pids() if flags <= environ_of(pid)]
+            assert len(with_flags) >= 5, running.tail()
+            logs = {path.name: path for path in private.glob("**/logs/serve/replica_*.log")}
+            for part in ("Ingress", "Router", "Replica-base"):
+                (path,) = (path for name, path in logs.items() if part in name)
+                assert path.read_text(), path
+
+
+def environ_of(pid: int) -> set[bytes]:
+    with suppress(OSError):
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return set()
 
 
 def answer(client: openai.OpenAI, model: str) -> str | None:
