@@ -105,8 +105,9 @@ class Shape:
     b_std: float
 
     def cut_b_std(self, layers: int) -> float:
-        """The deviation of B in a cut of so many layers (0 = all): larger, so that a cut's adapters
-        are as far from each other as the whole's. The cube root is what was measured: LOG.md."""
+        """The deviation of B in a cut of so many layers (0 = all): the fewer layers an adapter
+        changes, the more it changes each. By the cube root, cuts and wholes both let re-scoring
+        tell adapters apart, with own tokens near the best (LOG.md)."""
         full = int(self.config["num_hidden_layers"])
         return float(self.b_std * (full / (layers or full)) ** (1 / 3))
 

@@ -195,7 +195,7 @@ def test_columns_of_loops_scores_and_profiles_are_put_together():
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_a_cuts_adapters_are_as_strong_as_the_wholes(name):
+def test_a_cuts_adapters_change_each_layer_more(name):
     shape = SHAPES[name]
     full = shape.config["num_hidden_layers"]
     assert shape.cut_b_std(0) == shape.cut_b_std(full) == shape.b_std
