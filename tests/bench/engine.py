@@ -75,7 +75,7 @@ def start_twice(work: Workload) -> tuple[list[dict[str, Any]], dict[str, str]]:
 def run_loops(
     work: Workload, load: Load, args: argparse.Namespace, env: dict[str, str] | None, end: float
 ) -> list[dict[str, Any]]:
-    """One entry a loop: its row, its faults, and its answers if they may be re-scored."""
+    """One entry a loop: its row, its faults and its answers."""
     client = Client(work.serve, READY_TIMEOUT_S, env)
     print(f"ready after {client.startup_s:.1f} s: {client.ready}", flush=True)
     entries: list[dict[str, Any]] = []
@@ -84,9 +84,7 @@ def run_loops(
         row = summarise(run, load) | {"startup_s": round(client.startup_s, 1)}
         faults = find_faults(run, load, work.experts, work.top_k)
         answers = [(a.request, a.ids) for a in run.answers if not a.error]
-        entry = {"kind": kind, "row": row, "faults": faults}
-        entry["answers"] = answers if run.rate is None else []
-        entries.append(entry)
+        entries.append({"kind": kind, "row": row, "faults": faults, "answers": answers})
         print({"kind": kind, **row, "faults": faults}, flush=True)
 
     for kind in args.kinds.split(","):

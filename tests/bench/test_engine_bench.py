@@ -2,7 +2,9 @@
 does not count. Floors against numbers worked out by hand."""
 
 import csv
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 
@@ -21,7 +23,7 @@ from tests.bench.floors import (
     step_bytes,
     table_rows,
 )
-from tests.bench.loops import Load, Run, make_requests, quantile, summarise
+from tests.bench.loops import Load, Run, arrival_times, make_requests, quantile, summarise
 from tests.bench.results import ENGINE, append_rows
 from tests.bench.shapes import GPT_OSS_20B, QWEN3_30B_A3B, QWEN3_32B, SHAPES, Shape
 from tests.bench.test_rescoring import TINY
@@ -66,7 +68,7 @@ def test_the_whole_bench_on_a_tiny_model(tiny, tmp_path, monkeypatch, capsys):
         assert row["valid"] == "re-scored other 1.000; re-scored none 1.000"
     # A later call would score what this one timed.
     entries = json.loads((tmp_path / "work" / "loops.json").read_text())
-    assert [len(e["answers"]) for e in entries] == [4, 0, 9, 0] * 2
+    assert [len(e["answers"]) for e in entries] == [4, 4, 9, 9] * 2
 
 
 def test_both_starts_are_printed_beside_their_limits(tiny, tmp_path, monkeypatch, capsys):
@@ -113,6 +115,16 @@ def test_requests_are_half_sampled_and_dealt_over_adapters():
     assert len({r["seed"] for r in requests}) == 24 and all(r["ignore_eos"] for r in requests)
     assert all(1000 <= i < 2000 for r in requests for i in r["input_ids"])
     assert requests == make_requests(LOAD, ["a0", "a1", "a2"], 8, 17, "c")
+
+
+def test_arrivals_keep_their_rate_however_few_and_are_a_poisson_process():
+    for seed in range(50):
+        times = arrival_times(4, 0.5, seed)
+        assert len(times) == 4 and times == sorted(times) and 0 < times[0] and times[-1] < 8.0
+    times = arrival_times(4000, 2.0, 1)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert statistics.mean(gaps) == pytest.approx(0.5, rel=0.01)
+    assert statistics.stdev(gaps) == pytest.approx(0.5, rel=0.1), "0 for a fixed pace"
 
 
 def test_a_row_is_what_was_timed():
