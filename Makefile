@@ -37,7 +37,7 @@ test: $(READY) ## set up, then run what CI runs
 	exit $$failed
 
 test-interp: $(READY) ## Triton kernels in the interpreter, no GPU needed
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interp tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interp tests/kernels tests/bench
 
 test-gpu: $(READY) ## what needs a CUDA device
 	$(PYTEST) -m "gpu or multigpu"

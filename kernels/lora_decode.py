@@ -14,7 +14,7 @@ Not here: prefill, large ranks (fused_moe_lora.py, the four operations), who cal
 dense_lora), and the expand that applies an activation (lora_gated_act.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ from kernels.tiling import gpu_name, power_of_two, tiles_for
 MAX_TARGETS = 3
 # One tile holds all rank lanes.
 MAX_RANK = 64
-# With rows spread over eight adapters the four operations lost at every size measured: up to 128
-# pairs and 32 tokens. The more rows share a factor, the more grouping them is worth its worklist.
-MAX_PAIRS = 128
-MAX_TOKENS = 64
+# Lanes of the largest rank -> most rows that go by themselves.
+# The more rows share a factor, and the larger it is, the more grouping them is worth its worklist
+# (tests/bench/lora_paths.py). Powers of two, as the sizes that steps are padded to.
+MAX_PAIRS = {16: 128, 32: 128, 64: 128}
+MAX_TOKENS = {16: 64, 32: 64, 64: 64}
 UNSPECIALISED = (
     "target", "target_0", "target_1", "target_2", "num_rows", "per_row", "programs_0", "programs_1",
     "n_tiles",
@@ -75,12 +76,18 @@ def decode_tiles(num_rows: int, in_: int, out: int, max_rank: int, gpu: str) -> 
 
 def pairs_suffice(num_rows: int, tables: LoraTables) -> bool:
     """Whether (token, expert) rows need no worklist: `add_pairs` serves so many."""
-    return num_rows <= MAX_PAIRS and tables.max_rank <= MAX_RANK
+    return num_rows <= most_rows(MAX_PAIRS, tables.max_rank)
 
 
 def tokens_suffice(num_tokens: int, tables: LoraTables) -> bool:
     """The same for the rows of plain linears."""
-    return num_tokens <= MAX_TOKENS and tables.max_rank <= MAX_RANK
+    return num_tokens <= most_rows(MAX_TOKENS, tables.max_rank)
+
+
+def most_rows(limits: Mapping[int, int], max_rank: int) -> int:
+    """Of MAX_PAIRS or MAX_TOKENS, for tables with this largest rank; 0 = the kernels here hold no
+    such rank."""
+    return limits.get(max(16, power_of_two(max_rank)), 0)
 
 
 def add_rows(

@@ -208,19 +208,21 @@ def _tables(p: Problem, device: torch.device, filled: bool) -> tuple[LoraTables,
     """Every layer's tables in one memory: target = layer · parts + part."""
     width = sum(p.in_ + out for out in p.outs)
     layers = num_layers(p, NUM_SLOTS * p.num_experts * p.lora_rank * width * 2) if filled else 1
-    return _lora_tables(p.in_, p.outs, p.num_experts, p.lora_rank, layers, device, filled), layers
+    return _kept_tables(
+        p.in_, p.outs, p.num_experts, p.lora_rank, layers, NUM_SLOTS, device, filled
+    ), layers
 
 
-@lru_cache(maxsize=1)
-def _lora_tables(
-    in_: int, outs: tuple[int, ...], experts: int, lora_rank: int, layers: int,
+def make_tables(
+    in_: int, outs: tuple[int, ...], experts: int, lora_rank: int, layers: int, num_slots: int,
     device: torch.device, filled: bool,
 ) -> LoraTables:  # fmt: skip
-    a_off = torch.empty(layers * len(outs), NUM_SLOTS, dtype=torch.int64)  # [N, L]
+    """Tables of `layers` layers: layer i's part j is target i · parts + j. filled: with values."""
+    a_off = torch.empty(layers * len(outs), num_slots, dtype=torch.int64)  # [N, L]
     b_off, b_stride, used = torch.empty_like(a_off), torch.zeros_like(a_off), 0
     for target in range(len(a_off)):
         out = outs[target % len(outs)]
-        for slot in range(NUM_SLOTS):
+        for slot in range(num_slots):
             for table, factor_width in ((a_off, in_), (b_off, out)):
                 table[target, slot] = used
                 used += (experts * lora_rank * factor_width + 127) // 128 * 128
@@ -234,3 +236,6 @@ def _lora_tables(
     ranks = torch.full(a_off.shape, lora_rank, dtype=torch.int32, device=device)
     a_off, b_off, a_stride, b_stride = (t.to(device) for t in (a_off, b_off, a_stride, b_stride))
     return LoraTables(memory, a_off, b_off, a_stride, b_stride, ranks, lora_rank)
+
+
+_kept_tables = lru_cache(maxsize=1)(make_tables)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.lora_decode import MAX_PAIRS, MAX_RANK, MAX_TOKENS
+from kernels.lora_decode import MAX_PAIRS, MAX_TOKENS, most_rows
 from kernels.skinny_linear import choose_form
 from kernels.tiling import moe_block_m, narrow_block_m, slot_block_m
 
@@ -87,7 +87,7 @@ def base_products(shape: ModelShape, experts: str) -> Iterator[Problem]:
     """Both expert products at every size, if the model serves its experts so."""
     if shape.experts != experts or not shape.num_experts:
         return
-    for product, in_, out in _expert_products(shape):
+    for product, in_, out in expert_products(shape):
         for tokens in (*DECODE_TOKENS, *PREFILL_TOKENS):
             yield Problem(
                 product, in_, (out,), tokens, 0, shape.num_experts, shape.top_k, shape.experts
@@ -96,7 +96,7 @@ def base_products(shape: ModelShape, experts: str) -> Iterator[Problem]:
 
 def linear_products(shape: ModelShape, form: str) -> Iterator[Problem]:
     """Plain linears of decode steps that this form serves. Targets that share x are one weight."""
-    linears = [(product, in_, sum(outs)) for product, in_, outs in _linears(shape)]
+    linears = [(product, in_, sum(outs)) for product, in_, outs in linear_widths(shape)]
     if shape.num_experts:
         linears.append(("router", shape.hidden, shape.num_experts))
     for product, in_, out in linears:
@@ -109,26 +109,26 @@ def linear_products(shape: ModelShape, form: str) -> Iterator[Problem]:
 def lora_products(shape: ModelShape, ranks: Sequence[int], decode: bool) -> Iterator[Problem]:
     """LoRA on every product, at the sizes that the decode kernels serve, or at all others."""
     for lora_rank in ranks:
-        for product, in_, out in _expert_products(shape):
+        for product, in_, out in expert_products(shape):
             for tokens in (*DECODE_TOKENS, *PREFILL_TOKENS):
-                few = tokens * shape.top_k <= MAX_PAIRS and lora_rank <= MAX_RANK
+                few = tokens * shape.top_k <= most_rows(MAX_PAIRS, lora_rank)
                 if few == decode:
                     yield Problem(
                         product, in_, (out,), tokens, lora_rank, shape.num_experts, shape.top_k
                     )
-        for product, in_, outs in _linears(shape):
+        for product, in_, outs in linear_widths(shape):
             for tokens in (*DECODE_TOKENS, *PREFILL_TOKENS):
-                if (tokens <= MAX_TOKENS and lora_rank <= MAX_RANK) == decode:
+                if (tokens <= most_rows(MAX_TOKENS, lora_rank)) == decode:
                     yield Problem(product, in_, outs, tokens, lora_rank)
 
 
-def _expert_products(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
+def expert_products(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
     if shape.num_experts:
         yield "gate_up", shape.hidden, 2 * shape.inner
         yield "down", shape.inner, shape.hidden
 
 
-def _linears(shape: ModelShape) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def linear_widths(shape: ModelShape) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     yield "qkv", shape.hidden, (shape.q_out, shape.kv_out, shape.kv_out)
     yield "o", shape.q_out, (shape.hidden,)
     if not shape.num_experts:

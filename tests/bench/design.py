@@ -1,14 +1,9 @@
-"""Two questions of the design, settled by times on this machine's GPU: `python -m
-tests.bench.design [--seconds 110]`. Prints two tables, us a layer, L2-cold under graph replay.
+"""Adapter memory: a factor in one extent, or its rank rows in pages of 8 or 16 that lie anywhere?
+`python -m tests.bench.design [--seconds 110]`. Needs a GPU.
 
-1. Adapter memory: a factor in one extent, or its rank rows in pages of 8 or 16 that lie anywhere?
-   Decode, row by row, by the same pair of kernels: only how they find a rank row differs. `shipped`
-   is the kernel that serves, beside them, without overlap of its two launches.
-2. Work: from a worklist of rows grouped by adapter (four operations; its own sort counted with
-   `+sort`), or row by row, whoever owns them? From one token to 512, adapters distinct, and with
-   one adapter owning 90 % of the rows.
-
-Values are checked against torch.
+Decode, row by row, by the same pair of kernels: only how they find a rank row differs. `shipped` is
+the kernel that serves, beside them, without overlap of its two launches. Prints a table, us a
+layer, L2-cold under graph replay; values are checked against torch.
 """
 
 import argparse
@@ -23,30 +18,13 @@ from kernels.lora_decode import DecodeTiles, add_pairs, add_rows
 from kernels.lora_tables import LoraTables
 from kernels.tune.inputs import Batch as Calls
 from kernels.tune.timing import GraphTimer
-from tests.bench.lora_decode import (
-    BYTES_PER_S,
-    EXPERTS,
-    FEW_SLOTS,
-    HIDDEN,
-    PRODUCTS,
-    TOP_K,
-    Batch,
-    as_calls,
-    check,
-    compile_ahead,
-    decode,
-    expected,
-    four_operations,
-    make_batch,
-    make_tables,
-    make_worklist,
-)
+from tests.bench.floors import COPY_BYTES_PER_S
+from tests.bench.lora_paths import FEW_SLOTS, compile_ahead
 from tests.bench.paged_lora import Memory, add_paged
 
-LAYERS = 8
+LAYERS, HIDDEN, EXPERTS, TOP_K = 8, 2880, 32, 4
 PAGE_SIZES = (0, 8, 16)  # 0: one extent
 PAGED_TOKENS, PAGED_RANKS = (1, 8, 32), (16, 32, 64)
-WORK_TOKENS, WORK_RANKS = (1, 8, 32, 64, 128, 256, 512), (16, 64)
 # Name, width of x, width of y, experts.
 PAGED_SHAPES = (("expert gate_up", HIDDEN, 2 * HIDDEN, EXPERTS), ("q, k, v", HIDDEN, 5120, 1))
 
@@ -74,7 +52,7 @@ def random_factors(
 
 
 def paged_table(timer: GraphTimer, end: float) -> None:
-    """Question 1."""
+    """A line a shape and rank."""
     print("\nrow by row, us a layer: floor / extents / pages of 8 / pages of 16 / shipped")
     print(f"| shape, rank | {' | '.join(f'T={t}' for t in PAGED_TOKENS)} |")
     print("|" + "---|" * (len(PAGED_TOKENS) + 1))
@@ -152,7 +130,8 @@ def paged_calls(
             delta = torch.bmm(z.unsqueeze(1), b[at, flat].float()).squeeze(1)  # [T·K, out]
             want = y.float() + delta
     moved = 2 * (used * rank * (in_ + out) / layers + tokens * in_ + 2 * tokens * top_k * out)
-    return Calls(tuple(calls), lambda: want, 3e-2, y.clone(), y), want, 1e6 * moved / BYTES_PER_S
+    floor = 1e6 * moved / COPY_BYTES_PER_S
+    return Calls(tuple(calls), lambda: want, 3e-2, y.clone(), y), want, floor
 
 
 def _shipped(
@@ -166,38 +145,6 @@ def _shipped(
     return y
 
 
-def with_sort(b: Batch, layer: int) -> None:
-    """Four operations after the worklist that they need, and nothing else in the model does."""
-    b.work[layer] = make_worklist(b.product, b.ids[layer], b.slots, b.tables.num_slots)
-    four_operations(b, layer)
-
-
-def work_table(timer: GraphTimer, end: float) -> None:
-    """Question 2."""
-    print("\nus a layer: four operations / +sort / row by row")
-    print(f"| product, rank, rows | {' | '.join(f'T={t}' for t in WORK_TOKENS)} |")
-    print("|" + "---|" * (len(WORK_TOKENS) + 1))
-    steps = (four_operations, with_sort, decode(None))
-    for product in PRODUCTS:
-        for rank in WORK_RANKS:
-            tables = make_tables(product, rank, slots=FEW_SLOTS)
-            for kind in ("distinct", "one_90"):
-                cells = []
-                for tokens in WORK_TOKENS:
-                    if time.monotonic() > end:
-                        cells.append("-")
-                        continue
-                    batch = make_batch(product, tables, tokens, kind)
-                    want, us = expected(batch), []
-                    for step in steps:
-                        check(batch, step, want)
-                        us.append(f"{timer(as_calls(batch, step)):.1f}")
-                    cells.append(" / ".join(us))
-                print(f"| {product.name} r{rank} {kind} | {' | '.join(cells)} |", flush=True)
-            del tables
-            torch.cuda.empty_cache()
-
-
 def everything() -> None:
     """One call of each kind, on memory without values: for the compiler."""
     for _, in_, out, experts in PAGED_SHAPES:
@@ -208,27 +155,18 @@ def everything() -> None:
                 for tokens in PAGED_TOKENS:
                     calls, _, _ = paged_calls(tokens, experts, rank, page, stores, a, b, tables)
                     calls.calls[0]()
-    for product in PRODUCTS:
-        for rank in WORK_RANKS:
-            tables = make_tables(product, rank, filled=False, slots=FEW_SLOTS)
-            for tokens in WORK_TOKENS:
-                batch = make_batch(product, tables, tokens, "distinct")
-                for step in (four_operations, with_sort, decode(None)):
-                    step(batch, 0)
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Both tables."""
+    """The table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=110, help="stop measuring then")
     args = parser.parse_args()
     begin = time.monotonic()
-    compile_ahead(everything, args.seconds / 2)
+    compile_ahead(everything, begin + args.seconds / 2)
     print(f"{torch.cuda.get_device_name()}: compiled in {time.monotonic() - begin:.0f} s")
-    timer = GraphTimer()
-    paged_table(timer, begin + args.seconds * 0.7)
-    work_table(timer, begin + args.seconds)
+    paged_table(GraphTimer(), begin + args.seconds)
     print(f"{time.monotonic() - begin:.0f} s in all")
 
 

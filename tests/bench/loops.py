@@ -1,8 +1,8 @@
 """Closed loops of clients and open Poisson arrivals, and the row of numbers that each gives.
 
 The rules are those of an outside judge: random prompts, end-of-text ignored, requests in turn over
-the adapters, every second one greedy and the others at temperature 1 with given seeds. Only arrivals
-keep closer to their rate than the judge's.
+the adapters, every second one greedy and the others at temperature 1 with given seeds. Arrivals
+alone keep closer to their rate than the judge's.
 Not here: whether a row counts (judging.py).
 """
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
+FOLDERS = (TESTS / "kernels", TESTS / "bench")
 SHARES = 2
 FULL_RUN = (
     "far_memory",
@@ -36,7 +37,8 @@ def run_slow() -> None:
 
 
 def _files() -> list[Path]:
-    return sorted(p for p in FOLDER.glob("test_*.py") if "pytest.mark.interp" in p.read_text())
+    found = (path for folder in FOLDERS for path in folder.glob("test_*.py"))
+    return sorted(path for path in found if "pytest.mark.interp" in path.read_text())
 
 
 def _is_for_full_run(path: Path) -> bool:
@@ -49,7 +51,7 @@ def run(marks: str, files: list[Path]) -> None:
     assert mine
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, *mine],
-        cwd=FOLDER.parents[1],
+        cwd=TESTS.parent,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -82,18 +82,18 @@ def pair_work(ids: Tensor, slots: Tensor | None) -> Worklist:
 
 def decode_lora(m: ModuleType, tokens: int, device: str) -> None:
     ids, slots, weights = routing(tokens, device)
-    if tokens * K <= MAX_PAIRS:
+    if tokens * K <= MAX_PAIRS[16]:
         x, y = rows(tokens, H, device), rows(tokens * K, H, device)
         m.add_pairs(y, x, tables(device), 0, ids, slots, E, False, None)
         m.add_pairs(y, y.clone(), tables(device), 0, ids, slots, E, True, weights)
-    if tokens <= MAX_TOKENS:
+    if tokens <= MAX_TOKENS[16]:
         x, y = rows(tokens, H, device), rows(tokens, 3 * H, device)
         m.add_rows(y.split(H, 1), x, tables(device, 1, 3), (0, 1, 2), slots)
 
 
 def activated_lora(m: ModuleType, tokens: int, device: str) -> None:
     ids, slots, _ = routing(tokens, device)
-    if tokens * K <= MAX_PAIRS:
+    if tokens * K <= MAX_PAIRS[16]:
         x, y = rows(tokens, H, device), rows(tokens * K, H, device)
         m.lora_gated_act(y, x, tables(device), 0, ids, slots, E, "silu")
 

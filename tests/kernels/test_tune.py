@@ -18,6 +18,7 @@ import torch
 import kernels.tiling as tiling
 import kernels.tune.command as command
 import kernels.tune.inputs  # noqa: F401  (before h200_host looks for it)
+from kernels.lora_decode import MAX_PAIRS, MAX_TOKENS
 from kernels.op import interpreting
 from kernels.tiling import FOLDER, OPS, SHARED_BYTES, Tiles, load_tiles, parse_tiles, tiles_for
 from kernels.tune.command import Job, Tuner, complete_ops, main, plan, summarize
@@ -79,7 +80,8 @@ def test_the_plan_covers_every_width_of_the_models() -> None:
     # What the decode kernels do not serve is never asked of them.
     for job in jobs:
         if job.ops[0].name == "decode_shrink":
-            assert job.problem.rows <= (128 if job.problem.of_experts else 64)
+            limits = MAX_PAIRS if job.problem.of_experts else MAX_TOKENS
+            assert job.problem.rows <= limits[max(16, job.problem.lora_rank)]
 
 
 def recorded_candidates(problem: Problem, op: command.TunedOp, tiles: Tiles) -> list[object]:

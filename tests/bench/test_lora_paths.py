@@ -1,0 +1,135 @@
+"""The comparisons of LoRA's paths: they compute the same, what is compared is what it says, and the
+limit that follows. Times need a GPU."""
+
+import argparse
+
+import pytest
+import torch
+
+import tests.bench.lora_paths as bench
+import tests.bench.one_launch as one_launch
+from kernels.op import interpreting
+from kernels.tune.compiling import NO_TARGET, compile_recorded, record_kernels
+from kernels.tune.problems import SHAPES, ModelShape
+from tests.kernels.conftest import h200_host  # noqa: F401
+
+SMALL = ModelShape(64, 32, 16, 32, 4, 2, "packed")
+DENSE = ModelShape(64, 32, 16, 96)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setitem(SHAPES, "dense", DENSE)
+
+
+@pytest.mark.interp
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", ["distinct", "one_90", "none"])
+def test_both_paths_compute_the_same(mix: str) -> None:
+    for shape, part in ((SMALL, "experts"), (SMALL, "linears"), (DENSE, "linears")):
+        memory = bench.Memory.make(shape, part, 8, CPU, True)
+        made = bench.make_part(shape, part, memory, 9, mix)
+        before = [y.clone() for y in made.written()]
+        for path in bench.PATHS:
+            bench.check(made, path)
+        assert all(map(torch.equal, made.written(), before)), "put back"
+
+
+def test_a_path_that_computes_wrong_is_found() -> None:
+    memory = bench.Memory.make(SMALL, "linears", 8, CPU, True)
+    made = bench.make_part(SMALL, "linears", memory, 9, "eight")
+    bench.check(made, "row")
+    wrong = bench.Linears(made.products, made.xs, (made.slots + 1) % 8, made.work)
+    with pytest.raises(AssertionError, match="off by"):
+        bench.check(_Other(made, wrong), "row")
+
+
+class _Other:
+    """One's paths with another's reference."""
+
+    def __init__(self, paths: bench.Linears, reference: bench.Linears) -> None:
+        self.row, self.written, self.outputs = paths.row, paths.written, paths.outputs
+        self.slots, self.rows, self.reference = paths.slots, paths.rows, reference.reference
+
+
+def test_a_row_a_shape_part_rank_size_mix_and_path(small, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "torch_us", lambda part: 5000.0)
+    args = argparse.Namespace(
+        shapes=["small", "dense"], ranks=[8], tokens=[1, 4], mixes=["eight", "none"]
+    )
+    rows = bench.measure(args, lambda batch: float(len(batch.calls)), CPU, float("inf"))
+    assert len(rows) == 3 * 2 * (3 + 2)
+    assert {(r["shape"], r["part"]) for r in rows} == {
+        ("small", "experts"), ("small", "linears"), ("dense", "linears"),
+    }  # fmt: skip
+    assert {r["rows"] for r in rows if r["part"] == "experts"} == {2, 8}
+    assert all(r["us"] == bench.LAYERS for r in rows if r["path"] in bench.PATHS)
+    bench.print_tables(rows)
+
+
+def test_mixes_are_what_they_are_called() -> None:
+    assert bench.slots_of("distinct", 64).unique().numel() == 64
+    assert bench.slots_of("eight", 64).bincount().tolist() == [8] * 8
+    hot = bench.slots_of("one_90", 100).bincount()
+    assert hot[0] == 90 and len(hot) == 8 and min(hot[1:]) >= 1
+    many = bench.slots_of("zipf64", 100_000).bincount(minlength=64) / 100_000
+    odds = torch.arange(1, 65, dtype=torch.float64) ** -1.2
+    assert torch.allclose(many.double(), odds / odds.sum(), atol=0.01)
+    assert bench.slots_of("none", 3).tolist() == [-1] * 3
+
+
+def test_the_floor_is_what_must_move() -> None:
+    memory = bench.Memory.make(SMALL, "linears", 8, CPU, True)
+    made = bench.make_part(SMALL, "linears", memory, 3, "distinct")
+    # q, k, v: three factors of 64 in, 32 + 16 + 16 out; o: 32 in, 64 out.
+    factors = 3 * 8 * (3 * 64 + 64) + 3 * 8 * (32 + 64)
+    assert made.floor_bytes() == 2 * (factors + 3 * (64 + 2 * 64) + 3 * (32 + 2 * 64))
+    memory = bench.Memory.make(SMALL, "experts", 8, CPU, True)
+    made = bench.make_part(SMALL, "experts", memory, 1, "distinct")
+    # One token of two experts: gate_up 64 in, 64 out; down 32 in, 64 out.
+    factors = 2 * 8 * (64 + 64 + 32 + 64)
+    assert made.floor_bytes() == 2 * (factors + 64 + 2 * 64 + 2 * (32 + 2 * 64))
+    made = bench.make_part(SMALL, "experts", memory, 1, "none")
+    assert made.floor_bytes() == 2 * (2 * 64), "what is activated is read"
+
+
+def case(rows: int, mix: str, four: float, row: float, shape: str = "a") -> list[dict]:
+    about = {"shape": shape, "rows": rows, "mix": mix}
+    return [about | {"path": "four", "us": four}, about | {"path": "row", "us": row}]
+
+
+def test_the_limit_is_the_last_size_where_row_by_row_is_the_lesser_evil() -> None:
+    rows = case(64, "eight", 4, 2) + case(64, "one_90", 4, 3)
+    rows += case(128, "eight", 4, 2) + case(128, "one_90", 2, 3)  # twice as fast, half as slow
+    rows += case(256, "eight", 4, 3.9) + case(256, "one_90", 2, 3)
+    rows += case(512, "eight", 4, 2) + case(512, "one_90", 4, 2)  # by chance: past the first loss
+    limit, lines = bench.choose_limit(rows)
+    assert limit == 128 and len(lines) == 4
+    assert "0.50 to 1.50" in lines[1] and "most for a, one_90" in lines[1]
+    assert bench.choose_limit(case(8, "none", 1, 9) + case(8, "eight", 2, 1))[0] == 8, "not judged"
+    assert bench.choose_limit(case(8, "eight", 1, 2))[0] == 0
+
+
+@pytest.mark.skipif(interpreting(), reason="interpreted functions do not compile")
+@pytest.mark.usefixtures("h200_host")
+def test_what_is_compiled_ahead_is_found_without_a_gpu(small) -> None:
+    args = argparse.Namespace(shapes=["small", "dense"], ranks=[8, 64], tokens=[1, 64, 256])
+    found = record_kernels(lambda: bench.launch_all(args, CPU))
+    names = {kernel.function for kernel in found}
+    assert {"_shrink_kernel", "_expand_kernel", "_expand_act_kernel"} <= names
+    modules = {kernel.module for kernel in found if kernel.function == "_shrink_kernel"}
+    assert modules == {"kernels.lora_decode", "kernels.fused_moe_lora"}
+
+
+@pytest.mark.skipif(interpreting(), reason="interpreted functions do not compile")
+@pytest.mark.usefixtures("h200_host")
+def test_every_form_of_one_launch_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_launch, "TOKENS", (1, 32))
+    monkeypatch.setattr(one_launch, "RANKS", (16,))
+    found = record_kernels(lambda: one_launch.launch_all(CPU))
+    mine = [kernel for kernel in found if kernel.function == "_add_kernel"]
+    assert len(mine) > 20
+    for kernel in mine[:2]:
+        compile_recorded(kernel, NO_TARGET)
