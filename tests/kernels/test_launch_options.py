@@ -10,7 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from triton.runtime.errors import PTXASError
 
+import kernels.lora_decode
 import kernels.overlap
 from kernels.dense_lora import embedding_lora
 from kernels.fused_moe import moe_down, moe_gate_up, random_experts
@@ -24,6 +26,7 @@ from kernels.moe_gate_groups import V3, moe_gate_groups
 from kernels.mxfp4_packed import _packed_kernel
 from kernels.norm import add_rms_norm
 from kernels.op import AotSpec, Op, interpreting
+from kernels.overlap import can_overlap
 from kernels.paged_attention import paged_attention
 from kernels.registry import OPS
 from kernels.rope_kv import rope_kv_write
@@ -32,6 +35,9 @@ from model_runner.config import MAX_STEP_TOKENS
 from tests.kernels.aot import compile_ptx
 from tests.kernels.launches import recording
 from tests.kernels.mutant import mutant
+from tests.kernels.test_fused_moe_lora import batch, tables_of
+from tests.kernels.test_lora_decode import deltas_hold as decode_deltas_hold
+from tests.kernels.test_lora_decode import run as run_decode
 
 # Its packed multiplications are Hopper's, whatever starts when.
 HOPPER_ONLY = (_packed_kernel,)
@@ -63,8 +69,29 @@ def test_no_dependent_launch_without_the_probe(spec: AotSpec, capability: int) -
 def test_a_device_that_is_not_asked_gets_what_it_does_not_know(tmp_path: Path) -> None:
     line = "torch.cuda.get_device_capability(device)[0] >= 9"
     bad = mutant("overlap", {line: line.replace(">= 9", ">= 0")}, tmp_path)
+    spec = next(iter(OPS["moe_route"].aot()))
     with pytest.raises(AssertionError):
-        no_dependent_launch_before_hopper(bad, next(iter(OPS["moe_route"].aot())), 80)
+        no_dependent_launch_before_hopper(bad, spec, 80)
+    assert spec.constexprs["OVERLAP"]
+    with pytest.raises(PTXASError, match="'griddepcontrol' requires .target sm_90"):
+        compile_ptx(spec, 80)
+
+
+@pytest.mark.gpu
+def test_what_the_probe_says_changes_no_bit(monkeypatch) -> None:
+    """A decode step's LoRA on the device itself, launched as the probe says and as where it says
+    no."""
+    device = torch.device("cuda")
+    known = can_overlap(device)
+    assert known == (torch.cuda.get_device_capability(device)[0] >= 9)
+    tables, b = tables_of(device="cuda"), batch(9, True, device="cuda")
+    found = []
+    for answer in (known, False):
+        monkeypatch.setattr(kernels.overlap, "_knows", lambda device, answer=answer: answer)
+        assert can_overlap(device) == answer
+        decode_deltas_hold(kernels.lora_decode, 9, device="cuda")
+        found.append(run_decode(kernels.lora_decode, tables, 0, True, b))
+    assert torch.equal(*found)
 
 
 @pytest.mark.skipif(interpreting(), reason="an interpreted function is no JITFunction")

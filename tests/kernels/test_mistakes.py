@@ -1,7 +1,7 @@
 """Mistakes that are known from public kernels for many adapters on a mixture of experts: each one
 is a test, and each test names the line whose reversal makes it fail (`MISTAKES` below).
 
-Checks run in the interpreter and on a GPU.
+Checks run in the interpreter and on a GPU, `starts` on a CPU.
 
  no  mistake                                            check                       reversed in
   1  an index past the end is token 0, not no token     worklists, routes, places   worklist,
@@ -13,7 +13,9 @@ Checks run in the interpreter and on a GPU.
   3  two places compute a padded size apart             splits, linears             paged_attention_
                                                                                     triton,
                                                                                     skinny_linear
-  4  operands cast to bf16 whatever the adapter's type  four_operations             fused_moe_lora
+  4  operands cast to bf16 whatever the adapter's type  four_operations,            fused_moe_lora,
+                                                        decode_kernels, activations lora_decode,
+                                                                                    lora_gated_act
   5  buffers of unused entries are left unwritten       worklists, long_worklists,  worklist,
                                                         routes, linears             moe_route,
                                                                                     skinny_linear
@@ -35,7 +37,8 @@ Checks run in the interpreter and on a GPU.
                                                                                     moe_route
  13  LoRA reads the base's quantised activation         test_full_activation.py
  14  dependent launches where no device knows them      test_launch_options.py
- 15  a rank above a kernel's limit, found by a request  large_ranks                 lora_decode
+ 15  a rank above a kernel's limit, found by a request  large_ranks, starts         lora_decode,
+                                                                                    tiling
  16  a worklist that can overflow                       worklists, routes           worklist
 """
 
@@ -59,8 +62,11 @@ import kernels.paged_attention_triton
 import kernels.rope_kv
 import kernels.skinny_linear
 import kernels.worklist
+import model_runner.assembly
 from kernels.fused_moe_lora import random_tables
+from kernels.tiling import MAX_LORA_RANK
 from kernels.worklist import build_worklist
+from tests.guards import take_out
 from tests.kernels.mutant import mutant
 from tests.kernels.test_dense_lora import dense_delta as linear_delta
 from tests.kernels.test_fused_moe import products_hold
@@ -75,6 +81,7 @@ from tests.kernels.test_moe_route import routes_hold
 from tests.kernels.test_paged_attention_guards import SPLIT, padding_writes_nowhere, rows_hold
 from tests.kernels.test_skinny_linear import products_hold as linears_hold
 from tests.kernels.test_worklist import check_worklist, worklists_hold
+from tests.model_runner.speed_world import engine_of, make_folders
 
 devices = pytest.mark.parametrize(
     "device",
@@ -265,6 +272,14 @@ MISTAKES = {
                         "num_chunks // SPLIT_K"),
     "4": Mistake(four_operations, "fused_moe_lora", "tl.dot(z.to(b.dtype), b, acc",
                  "tl.dot(z.to(tl.bfloat16).to(tl.float32), b, acc"),
+    "4-decode": Mistake(decode_kernels, "lora_decode", "x.to(tl.float32)[None, :]",
+                        "x.to(tl.bfloat16).to(tl.float32)[None, :]"),
+    "4-decode-expand": Mistake(decode_kernels, "lora_decode", "tl.sum(z[:, None] *",
+                               "tl.sum(z.to(tl.bfloat16).to(tl.float32)[:, None] *"),
+    "4-activation-shrink": Mistake(activations, "lora_decode", "x.to(tl.float32)[None, :]",
+                                   "x.to(tl.bfloat16).to(tl.float32)[None, :]"),
+    "4-activation": Mistake(activations, "lora_gated_act", "tl.sum(z[:, None] *",
+                            "tl.sum(z.to(tl.bfloat16).to(tl.float32)[:, None] *"),
     "5-short": Mistake(worklists, "worklist", "value, mask=mask)",
                        "value, mask=mask & (spare < 0))"),
     "5-long": Mistake(long_worklists, "worklist", "tl.where(unused, 0, left)", "left"),
@@ -301,9 +316,8 @@ MISTAKES = {
     "12-choice": Mistake(many_choices, "moe_route", "cells > MAX_CELLS", "cells < 0", Exception),
     "12": Mistake(many_groups, "worklist", "(num_rows > SORT_ROWS and num_groups > SCATTER_GROUPS)",
                   "False", Exception),
-    "15": Mistake(large_ranks, "lora_decode", "_TOKENS and tables.max_rank <= MAX_RANK", "_TOKENS"),
-    "15-pairs": Mistake(large_ranks, "lora_decode", "_PAIRS and tables.max_rank <= MAX_RANK",
-                        "_PAIRS"),
+    "15": Mistake(large_ranks, "lora_decode", "_TOKENS, tables.max_rank", "_TOKENS, MAX_RANK"),
+    "15-pairs": Mistake(large_ranks, "lora_decode", "_PAIRS, tables.max_rank", "_PAIRS, MAX_RANK"),
     "16-choice": Mistake(routes, "worklist", CAPACITY, "num_rows // block_m + 1"),
     "16": Mistake(worklists, "worklist", CAPACITY, "num_rows // block_m + 1"),
 }  # fmt: skip
@@ -343,3 +357,22 @@ def test_what_is_done_to_all_mutants_is_no_fault_of_theirs(
     file: str, check: Check, device: str, tmp_path: Path
 ) -> None:
     check(with_users(file, mutant(file, ROOM.get(file, {}), tmp_path), tmp_path), device)
+
+
+def starts(max_lora_rank: int, folder: Path) -> None:
+    """An engine, and its adapters loaded."""
+    with engine_of(make_folders(folder), "cpu", max_lora_rank=max_lora_rank):
+        pass
+
+
+def test_a_rank_above_the_limit_is_refused_at_start(tmp_path: Path, monkeypatch) -> None:
+    """Without the line in tiling.py's `check_start` nobody minds before a request does."""
+    folders = [tmp_path / name for name in ("most", "more", "unchecked")]
+    for folder in folders:
+        folder.mkdir()
+    starts(MAX_LORA_RANK, folders[0])
+    with pytest.raises(ValueError, match=f"max_lora_rank {MAX_LORA_RANK + 8} is above"):
+        starts(MAX_LORA_RANK + 8, folders[1])
+    line = "max_lora_rank > MAX_LORA_RANK"
+    take_out(monkeypatch, model_runner.assembly, "check_start", line, "False")
+    starts(MAX_LORA_RANK + 8, folders[2])

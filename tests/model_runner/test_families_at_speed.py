@@ -96,6 +96,7 @@ def arena_equals_merged(world: World) -> None:
     are continuous.
     """
     prompts = [request.token_ids for request in requests_of([None] * 4, "p", True)[:6]]
+    # Steps whose every logit is wanted run eagerly anyway; graphs equal those (above).
     fields = {"cuda_graphs": False}
     with engine_of(world, **fields) as arena:
         adapted = [score(arena, [(ids, ref) for ids in prompts]) for ref in world.refs]
