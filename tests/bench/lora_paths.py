@@ -278,12 +278,13 @@ def make_part(shape: ModelShape, part: str, memory: Memory, tokens: int, mix: st
     return Experts(gate_up, down, x, slots, ids, weights, shape.num_experts, activation)
 
 
-def check(part: Part, path: str) -> None:
-    """Errors: AssertionError unless layer 0 has the reference's values, and rows without an adapter
-    keep their bits."""
+def check(part: Part, path: str, want: tuple[Tensor, ...]) -> None:
+    """want  what the reference makes of layer 0
+
+    Errors: AssertionError unless the path's values are those, and rows without an adapter keep
+    their bits."""
     old = [y.clone() for y in part.written()]
     before = [y.clone() for y in part.outputs()]
-    want = part.reference(0)
     getattr(part, path)(0)
     found = [y.clone() for y in part.outputs()]
     restore(part, old)
@@ -368,8 +369,9 @@ def measure(
                             "rows": made.rows, "mix": mix,
                             "floor_us": round(1e6 * made.floor_bytes() / COPY_BYTES_PER_S, 2),
                         }  # fmt: skip
+                        want = made.reference(0)
                         for path in PATHS:
-                            check(made, path)
+                            check(made, path, want)
                             us = time_path(made, path, timer)
                             rows.append(about | {"path": path, "us": round(us, 2)})
                         if mix == "eight":

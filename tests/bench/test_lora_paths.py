@@ -33,25 +33,21 @@ def test_both_paths_compute_the_same(mix: str) -> None:
         made = bench.make_part(shape, part, memory, 9, mix)
         before = [y.clone() for y in made.written()]
         for path in bench.PATHS:
-            bench.check(made, path)
+            bench.check(made, path, made.reference(0))
         assert all(map(torch.equal, made.written(), before)), "put back"
 
 
-def test_a_path_that_computes_wrong_is_found() -> None:
+def test_a_path_that_computes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = bench.Memory.make(SMALL, "linears", 8, CPU, True)
     made = bench.make_part(SMALL, "linears", memory, 9, "eight")
-    bench.check(made, "row")
-    wrong = bench.Linears(made.products, made.xs, (made.slots + 1) % 8, made.work)
+    bench.check(made, "row", made.reference(0))
+    others = bench.Linears(made.products, made.xs, (made.slots + 1) % 8, made.work)
     with pytest.raises(AssertionError, match="off by"):
-        bench.check(_Other(made, wrong), "row")
-
-
-class _Other:
-    """One's paths with another's reference."""
-
-    def __init__(self, paths: bench.Linears, reference: bench.Linears) -> None:
-        self.row, self.written, self.outputs = paths.row, paths.written, paths.outputs
-        self.slots, self.rows, self.reference = paths.slots, paths.rows, reference.reference
+        bench.check(made, "row", others.reference(0))
+    none = bench.make_part(SMALL, "linears", memory, 9, "none")
+    monkeypatch.setattr(bench.Linears, "row", lambda part, _: part.products[1].y[3].add_(1))
+    with pytest.raises(AssertionError, match="base rows changed"):
+        bench.check(none, "row", none.reference(0))
 
 
 def test_a_row_a_shape_part_rank_size_mix_and_path(small, monkeypatch) -> None:
