@@ -36,6 +36,7 @@ from model_runner.config import EngineConfig
 from model_runner.engine import Engine
 from model_runner.request import FinishReason, Request, SamplingParams
 from tests.model_runner.demo import ADAPTER_DIRS, BASE_DIR
+from tests.model_runner.speed_world import take_both_paths
 
 BAND = 4096  # elements on each side
 BUDGET_S = 120.0  # for the kernels' cases; each kernel must have had its turn by then
@@ -99,7 +100,8 @@ def banded_arena() -> Iterator[list[Bands]]:
 
 
 def run_engine(device: str) -> None:
-    """Three adapters take turns in two slots of an arena between bands; prompts in chunks, decode.
+    """Three adapters take turns in two slots of an arena between bands; prompts in chunks, decode,
+    by both of LoRA's paths.
 
     No graphs: a capture may not allocate, and here nothing is kept to allocate from.
     """
@@ -110,6 +112,8 @@ def run_engine(device: str) -> None:
     refs = [None, *(AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items())]
     with banded_arena() as bands:
         engine = Engine(config)
+    patch = pytest.MonkeyPatch()
+    take_both_paths(patch, 8)
     try:
         sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
         done = engine.generate(
@@ -120,6 +124,7 @@ def run_engine(device: str) -> None:
         (band,) = bands
         band.check()
     finally:
+        patch.undo()
         engine.close()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kernels.dense_lora
 import kernels.fused_moe_lora
+import kernels.lora_decode
 from adapter_store.ref import AdapterRef
 from adapter_store.weights import AdapterManifest, AdapterWeights, LoraFactors, LoraTarget
 from model_runner.config import EngineConfig
@@ -78,6 +79,14 @@ def seeded_adapters(root: Path) -> list[AdapterRef]:
 
 def from_seed(folder: Path, targets: Sequence[LoraTarget], **limits: int) -> AdapterWeights:
     return random_factors(targets, json.loads((folder / "adapter_config.json").read_text())["seed"])
+
+
+def take_both_paths(patch: pytest.MonkeyPatch, most_tokens: int = 32) -> None:
+    """On a GPU steps of more tokens take LoRA's four operations and others the decode kernels,
+    wherever the limits between them lie. A token has four experts."""
+    lanes = kernels.lora_decode.MAX_TOKENS
+    for name, most in (("MAX_TOKENS", most_tokens), ("MAX_PAIRS", 4 * most_tokens)):
+        patch.setattr(kernels.lora_decode, name, dict.fromkeys(lanes, most))
 
 
 @contextmanager

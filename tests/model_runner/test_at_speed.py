@@ -32,6 +32,8 @@ from tests.model_runner.speed_world import (
     steps_of,
 )
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:

@@ -32,6 +32,7 @@ from tests.model_runner.test_at_speed import replays_equal_eager_steps
 from tests.model_runner.test_isolation import score
 from tests.model_runner.test_merged_weights import copy_weights, merge, parts_of
 
+pytestmark = pytest.mark.usefixtures("both_paths")
 Make = Callable[[str, str, bool], World]
 LATENT = [name for name in NAMES if name.startswith("deepseek")]
 # The others' kinds of layers are among these.

@@ -34,6 +34,7 @@ from tests.model_runner.speed_world import (
 )
 from tests.model_runner.test_isolation import score
 
+pytestmark = pytest.mark.usefixtures("both_paths")
 _RNG = random.Random(1)
 PROMPTS = [tuple(_RNG.randrange(3, 1000) for _ in range(n)) for n in (50, 7, 31)]
 # Of each adapter the sequences, and the logits [n, V] at the last n of their positions.

@@ -23,6 +23,7 @@ from tests.kernels.mutant import mutant
 from tests.model_runner.demo import ADAPTER_DIRS, ANSWERS, BASE_DIR, QUESTIONS, chat
 from tests.model_runner.test_poison import an_adapters_step_leaves_no_slots_behind, spoil
 
+pytestmark = pytest.mark.usefixtures("both_paths")
 NAN = float("nan")
 DEMO_REFS = {name: AdapterRef(name, str(folder)) for name, folder in ADAPTER_DIRS.items()}
 
