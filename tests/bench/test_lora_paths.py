@@ -2,6 +2,7 @@
 limit that follows. Times need a GPU."""
 
 import argparse
+import dataclasses
 
 import pytest
 import torch
@@ -39,11 +40,19 @@ def test_both_paths_compute_the_same(mix: str) -> None:
 
 def test_a_path_that_computes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = bench.Memory.make(SMALL, "linears", 8, CPU, True)
+    experts = bench.Memory.make(SMALL, "experts", 8, CPU, True)
     made = bench.make_part(SMALL, "linears", memory, 9, "eight")
     bench.check(made, "row", made.reference(0))
     others = bench.Linears(made.products, made.xs, (made.slots + 1) % 8, made.work)
     with pytest.raises(AssertionError, match="off by"):
         bench.check(made, "row", others.reference(0))
+    made = bench.make_part(SMALL, "experts", experts, 9, "eight")
+    bench.check(made, "row", made.reference(0))
+    tables = made.gate_up.tables
+    tables = dataclasses.replace(tables, lora_rank=torch.zeros_like(tables.lora_rank))
+    bare = dataclasses.replace(made, gate_up=dataclasses.replace(made.gate_up, tables=tables))
+    with pytest.raises(AssertionError, match="off by"):  # also seen behind the activation
+        bench.check(made, "row", bare.reference(0))
     none = bench.make_part(SMALL, "linears", memory, 9, "none")
     monkeypatch.setattr(bench.Linears, "row", lambda part, _: part.products[1].y[3].add_(1))
     with pytest.raises(AssertionError, match="base rows changed"):
