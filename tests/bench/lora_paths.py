@@ -49,9 +49,8 @@ MIXES = ("eight", "distinct", "zipf64", "one_90", "none")
 JUDGED = MIXES[:-1]
 PATHS = ("four", "row")
 COLUMNS = ("shape", "part", "rank", "tokens", "rows", "mix", "path", "us", "floor_us", *ABOUT)
-# Error allowed, of the norm of what is computed (both paths round in bf16 between shrink, expand
-# and activation as the reference does).
-BOUND = 2e-2
+# Error allowed, of the norm of what adapters add.
+BOUND = 3e-2
 
 
 def slots_of(mix: str, tokens: int) -> Tensor:
@@ -95,11 +94,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Experts:
-    """gate_up, activation and down of every layer. ids [T, K], one a layer."""
+    """gate_up, activation and down of every layer. ids [T, K], one a layer.
+
+    down's own input, h, is made beforehand: in a model the base's product lies between, and what is
+    read early (`settled`) is older than that.
+    """
 
     gate_up: Product
     down: Product
     x: Tensor
+    h: Tensor
     slots: Tensor
     ids: tuple[Tensor, ...]
     weights: Tensor
@@ -110,54 +114,53 @@ class Experts:
     def rows(self) -> int:
         return self.ids[0].numel()
 
-    def row(self, layer: int) -> None:
+    def row(self, layer: int) -> tuple[Tensor, ...]:
         """As MoE layers of decode steps do it."""
         ids, experts = self.ids[layer], self.num_experts
-        h = lora_gated_act(
+        activated = lora_gated_act(
             self.gate_up.y, self.x, self.gate_up.tables, layer, ids, self.slots, experts,
             self.activation, settled=True,
         )  # fmt: skip
         moe_lora(
-            self.down.y, h, self.down.tables, layer, ids, self.slots, None, True, self.weights,
-            False, experts, settled=True,
+            self.down.y, self.h, self.down.tables, layer, ids, self.slots, None, True,
+            self.weights, False, experts, settled=True,
         )  # fmt: skip
+        return activated, self.down.y
 
-    def four(self, layer: int) -> None:
+    def four(self, layer: int) -> tuple[Tensor, ...]:
         """As those of prefills do."""
         ids, slots, tables = self.ids[layer], self.slots, self.gate_up.tables
         tokens, top_k = ids.shape
         block_m = moe_block_m(tokens, top_k, self.num_experts)
         work = build_worklist(ids, slots, self.num_experts, tables.num_slots, block_m)
         moe_lora(self.gate_up.y, self.x, tables, layer, ids, slots, work, False, None)
-        h = gated_act(self.gate_up.y, self.activation)
-        moe_lora(
-            self.down.y, h, self.down.tables, layer, ids, slots, work, True, self.weights,
-            settled=True,
-        )  # fmt: skip
+        activated = gated_act(self.gate_up.y, self.activation)
+        moe_lora(self.down.y, self.h, self.down.tables, layer, ids, slots, work, True, self.weights)
+        return activated, self.down.y
 
     def reference(self, layer: int) -> tuple[Tensor, ...]:
-        """What `outputs` become."""
-        ids, slots = self.ids[layer], self.slots
+        """The same in torch, and nothing is written."""
+        given = (layer, self.ids[layer], self.slots, None)
         gate_up, down = self.gate_up.y.clone(), self.down.y.clone()
         moe_lora_reference(
-            gate_up, self.x, self.gate_up.tables, layer, ids, slots, None, False, None,
-            num_experts=self.num_experts,
-        )  # fmt: skip
-        h = gated_act_reference(gate_up, self.activation)
+            gate_up, self.x, self.gate_up.tables, *given, False, None, num_experts=self.num_experts
+        )
         moe_lora_reference(
-            down, h, self.down.tables, layer, ids, slots, None, True, self.weights,
+            down, self.h, self.down.tables, *given, True, self.weights,
             num_experts=self.num_experts,
         )  # fmt: skip
-        return (down,)
+        return gated_act_reference(gate_up, self.activation), down
 
-    def outputs(self) -> tuple[Tensor, ...]:
-        return (self.down.y,)
+    def without(self) -> tuple[Tensor, ...]:
+        """What would be there without an adapter."""
+        return gated_act(self.gate_up.y, self.activation), self.down.y.clone()
 
     def written(self) -> tuple[Tensor, ...]:
         return self.gate_up.y, self.down.y
 
     def floor_bytes(self) -> float:
-        """A layer's: distinct factors once; x and h; y of gate_up read, y of down twice."""
+        """A layer's: distinct factors once; x and h; what is activated, and what that gives; down's y
+        twice."""
         live, total = int((self.slots >= 0).sum()), 0.0
         for ids in self.ids:
             key = self.slots[:, None] * self.num_experts + ids  # [T, K]
@@ -165,7 +168,8 @@ class Experts:
             for product in (self.gate_up, self.down):
                 total += factors * product.tables.max_rank * (product.in_ + sum(product.outs))
         widths = self.down.in_ + 2 * sum(self.down.outs)
-        moved = live * self.ids[0].shape[1] * widths + self.rows * sum(self.gate_up.outs)
+        activated = self.rows * sum(self.gate_up.outs) * 3 / 2
+        moved = live * self.ids[0].shape[1] * widths + activated
         return 2 * (total / len(self.ids) + moved + live * self.gate_up.in_)
 
 
@@ -182,29 +186,31 @@ class Linears:
     def rows(self) -> int:
         return len(self.slots)
 
-    def row(self, layer: int) -> None:
+    def row(self, layer: int) -> tuple[Tensor, ...]:
         """As in decode steps."""
-        self._add(layer, None)
+        return self._add(layer, None)
 
-    def four(self, layer: int) -> None:
+    def four(self, layer: int) -> tuple[Tensor, ...]:
         """As in prefills."""
-        self._add(layer, self.work)
+        return self._add(layer, self.work)
 
-    def _add(self, layer: int, work: Worklist | None) -> None:
+    def _add(self, layer: int, work: Worklist | None) -> tuple[Tensor, ...]:
         for product, x in zip(self.products, self.xs, strict=True):
             at = product.targets(layer)
             dense_lora_multi(product.ys(), x, product.tables, at, self.slots, work, settled=True)
+        return self.written()
 
     def reference(self, layer: int) -> tuple[Tensor, ...]:
-        """What `outputs` become."""
-        ys = tuple(product.y.clone() for product in self.products)
+        """The same in torch, and nothing is written."""
+        ys = self.without()
         for product, x, y in zip(self.products, self.xs, ys, strict=True):
             at, parts = product.targets(layer), y.split(product.outs, 1)
             dense_lora_multi_reference(parts, x, product.tables, at, self.slots, None)
         return ys
 
-    def outputs(self) -> tuple[Tensor, ...]:
-        return self.written()
+    def without(self) -> tuple[Tensor, ...]:
+        """What would be there without an adapter."""
+        return tuple(product.y.clone() for product in self.products)
 
     def written(self) -> tuple[Tensor, ...]:
         return tuple(product.y for product in self.products)
@@ -258,11 +264,10 @@ def make_part(shape: ModelShape, part: str, memory: Memory, tokens: int, mix: st
     def random(*size: int) -> Tensor:
         return torch.randn(*size, device=device, generator=generator)
 
-    # The rounding of y must not hide the delta; what is activated is as large as in a model.
-    scales = (1.0, 1e-3) if part == "experts" else (1e-3,) * len(memory.products)
+    # Small: the rounding of y must not hide the delta.
     products = tuple(
-        Product(tables, in_, outs, random(rows, sum(outs)).mul(scale).to(dtype))
-        for (in_, outs, tables), scale in zip(memory.products, scales, strict=True)
+        Product(tables, in_, outs, random(rows, sum(outs)).mul(0.02).to(dtype))
+        for in_, outs, tables in memory.products
     )
     slots = slots_of(mix, tokens).to(device)
     if part == "linears":
@@ -274,9 +279,10 @@ def make_part(shape: ModelShape, part: str, memory: Memory, tokens: int, mix: st
         for _ in range(layers)
     )
     gate_up, down = products
-    x, weights = random(tokens, gate_up.in_).to(dtype), random(tokens, shape.top_k).sigmoid()
+    x, h = random(tokens, gate_up.in_).to(dtype), random(rows, down.in_).to(dtype)
+    weights = random(tokens, shape.top_k).sigmoid()
     activation = "gpt_oss" if shape.experts == "packed" else "silu"
-    return Experts(gate_up, down, x, slots, ids, weights, shape.num_experts, activation)
+    return Experts(gate_up, down, x, h, slots, ids, weights, shape.num_experts, activation)
 
 
 def check(part: Part, path: str, want: tuple[Tensor, ...]) -> None:
@@ -285,9 +291,8 @@ def check(part: Part, path: str, want: tuple[Tensor, ...]) -> None:
     Errors: AssertionError unless the path's values are those, and rows without an adapter keep
     their bits."""
     old = [y.clone() for y in part.written()]
-    before = [y.clone() for y in part.outputs()]
-    getattr(part, path)(0)
-    found = [y.clone() for y in part.outputs()]
+    before = part.without()
+    found = [y.clone() for y in getattr(part, path)(0)]
     restore(part, old)
     base = (part.slots < 0).repeat_interleave(part.rows // len(part.slots))
     for got, wanted, was in zip(found, want, before, strict=True):
