@@ -19,7 +19,8 @@ from kernels.lora_tables import LoraTables
 from kernels.tune.inputs import Batch as Calls
 from kernels.tune.timing import GraphTimer
 from tests.bench.floors import COPY_BYTES_PER_S
-from tests.bench.lora_paths import FEW_SLOTS, compile_ahead
+from tests.bench.lora_parts import FEW_SLOTS
+from tests.bench.lora_paths import compile_ahead
 from tests.bench.paged_lora import Memory, add_paged
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 8, 2880, 32, 4

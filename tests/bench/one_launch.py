@@ -26,7 +26,8 @@ from kernels.lora_tables import LoraTables
 from kernels.tune.inputs import Batch, make_tables
 from kernels.tune.problems import SHAPES, expert_products
 from kernels.tune.timing import GraphTimer
-from tests.bench.lora_paths import BOUND, FEW_SLOTS, compile_ahead, slots_of
+from tests.bench.lora_parts import BOUND, FEW_SLOTS, slots_of
+from tests.bench.lora_paths import compile_ahead
 
 LAYERS = 8
 TOKENS, RANKS = (1, 8, 32), (16, 32, 64)

@@ -6,6 +6,7 @@ import argparse
 import pytest
 import torch
 
+import tests.bench.lora_parts as parts
 import tests.bench.lora_paths as bench
 import tests.bench.one_launch as one_launch
 from kernels.op import interpreting
@@ -29,36 +30,36 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mix", ["distinct", "one_90", "none"])
 def test_both_paths_compute_the_same(mix: str) -> None:
     for shape, part in ((SMALL, "experts"), (SMALL, "linears"), (DENSE, "linears")):
-        memory = bench.Memory.make(shape, part, 8, CPU, True)
-        made = bench.make_part(shape, part, memory, 9, mix)
+        memory = parts.Memory.make(shape, part, 8, CPU, True)
+        made = parts.make_part(shape, part, memory, 9, mix)
         before = [y.clone() for y in made.written()]
-        for path in bench.PATHS:
-            bench.check(made, path, made.reference(0))
+        for path in parts.PATHS:
+            parts.check(made, path, made.reference(0))
         assert all(map(torch.equal, made.written(), before)), "put back"
 
 
-def wrong_base(part: bench.Linears, layer: int) -> tuple[torch.Tensor, ...]:
+def wrong_base(part: parts.Linears, layer: int) -> tuple[torch.Tensor, ...]:
     part.products[1].y[3].add_(1)
     return part.written()
 
 
 def test_a_path_that_computes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = bench.Memory.make(SMALL, "linears", 8, CPU, True)
-    experts = bench.Memory.make(SMALL, "experts", 8, CPU, True)
-    made = bench.make_part(SMALL, "linears", memory, 9, "eight")
-    bench.check(made, "row", made.reference(0))
-    others = bench.Linears(made.products, made.xs, (made.slots + 1) % 8, made.work)
+    memory = parts.Memory.make(SMALL, "linears", 8, CPU, True)
+    experts = parts.Memory.make(SMALL, "experts", 8, CPU, True)
+    made = parts.make_part(SMALL, "linears", memory, 9, "eight")
+    parts.check(made, "row", made.reference(0))
+    others = parts.Linears(made.products, made.xs, (made.slots + 1) % 8, made.work)
     with pytest.raises(AssertionError, match="off by"):
-        bench.check(made, "row", others.reference(0))
-    made = bench.make_part(SMALL, "experts", experts, 9, "eight")
-    bench.check(made, "row", made.reference(0))
+        parts.check(made, "row", others.reference(0))
+    made = parts.make_part(SMALL, "experts", experts, 9, "eight")
+    parts.check(made, "row", made.reference(0))
     for wrong in ((made.without()[0], made.reference(0)[1]), made.without()):
         with pytest.raises(AssertionError, match="off by"):
-            bench.check(made, "row", wrong)
-    none = bench.make_part(SMALL, "linears", memory, 9, "none")
-    monkeypatch.setattr(bench.Linears, "row", wrong_base)
+            parts.check(made, "row", wrong)
+    none = parts.make_part(SMALL, "linears", memory, 9, "none")
+    monkeypatch.setattr(parts.Linears, "row", wrong_base)
     with pytest.raises(AssertionError, match="base rows changed"):
-        bench.check(none, "row", none.reference(0))
+        parts.check(none, "row", none.reference(0))
 
 
 def test_a_row_a_shape_part_rank_size_mix_and_path(small, monkeypatch) -> None:
@@ -72,33 +73,33 @@ def test_a_row_a_shape_part_rank_size_mix_and_path(small, monkeypatch) -> None:
         ("small", "experts"), ("small", "linears"), ("dense", "linears"),
     }  # fmt: skip
     assert {r["rows"] for r in rows if r["part"] == "experts"} == {2, 8}
-    assert all(r["us"] == bench.LAYERS for r in rows if r["path"] in bench.PATHS)
+    assert all(r["us"] == parts.LAYERS for r in rows if r["path"] in parts.PATHS)
     bench.print_tables(rows)
 
 
 def test_mixes_are_what_they_are_called() -> None:
-    assert bench.slots_of("distinct", 64).unique().numel() == 64
-    assert bench.slots_of("eight", 64).bincount().tolist() == [8] * 8
-    hot = bench.slots_of("one_90", 100).bincount()
+    assert parts.slots_of("distinct", 64).unique().numel() == 64
+    assert parts.slots_of("eight", 64).bincount().tolist() == [8] * 8
+    hot = parts.slots_of("one_90", 100).bincount()
     assert hot[0] == 90 and len(hot) == 8 and min(hot[1:]) >= 1
-    many = bench.slots_of("zipf64", 100_000).bincount(minlength=64) / 100_000
+    many = parts.slots_of("zipf64", 100_000).bincount(minlength=64) / 100_000
     odds = torch.arange(1, 65, dtype=torch.float64) ** -1.2
     assert torch.allclose(many.double(), odds / odds.sum(), atol=0.01)
-    assert bench.slots_of("none", 3).tolist() == [-1] * 3
+    assert parts.slots_of("none", 3).tolist() == [-1] * 3
 
 
 def test_the_floor_is_what_must_move() -> None:
-    memory = bench.Memory.make(SMALL, "linears", 8, CPU, True)
-    made = bench.make_part(SMALL, "linears", memory, 3, "distinct")
+    memory = parts.Memory.make(SMALL, "linears", 8, CPU, True)
+    made = parts.make_part(SMALL, "linears", memory, 3, "distinct")
     # q, k, v: three factors of 64 in, 32 + 16 + 16 out; o: 32 in, 64 out.
     factors = 3 * 8 * (3 * 64 + 64) + 3 * 8 * (32 + 64)
     assert made.floor_bytes() == 2 * (factors + 3 * (64 + 2 * 64) + 3 * (32 + 2 * 64))
-    memory = bench.Memory.make(SMALL, "experts", 8, CPU, True)
-    made = bench.make_part(SMALL, "experts", memory, 1, "distinct")
+    memory = parts.Memory.make(SMALL, "experts", 8, CPU, True)
+    made = parts.make_part(SMALL, "experts", memory, 1, "distinct")
     # One token of two experts: gate_up 64 in, 64 out; down 32 in, 64 out.
     factors = 2 * 8 * (64 + 64 + 32 + 64)
     assert made.floor_bytes() == 2 * (factors + 64 + 2 * (64 + 32) + 2 * (32 + 2 * 64))
-    made = bench.make_part(SMALL, "experts", memory, 1, "none")
+    made = parts.make_part(SMALL, "experts", memory, 1, "none")
     assert made.floor_bytes() == 2 * 2 * (64 + 32), "the activation alone"
 
 
