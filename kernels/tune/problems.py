@@ -15,6 +15,9 @@ Key = tuple[int, int, int]  # rows, out, in: what a file of tiles is looked up b
 
 DECODE_TOKENS = (1, 8, 16, 32, 64)
 PREFILL_TOKENS = (128, 512, 2048)
+# Each of LoRA's two paths is tuned for so many times the rows at the limit between them: 1 is what
+# is served. To measure the limit anew (tests/bench/lora_paths.py) both need tiles beyond it.
+REACH = 1
 # Adapters side by side, each token's neighbours on others: the least that rows can share.
 NUM_SLOTS = 8
 
@@ -107,19 +110,26 @@ def linear_products(shape: ModelShape, form: str) -> Iterator[Problem]:
 
 
 def lora_products(shape: ModelShape, ranks: Sequence[int], decode: bool) -> Iterator[Problem]:
-    """LoRA on every product, at the sizes that the decode kernels serve, or at all others."""
+    """LoRA on every product, at the sizes that the decode kernels serve and some more, or at those
+    of the four operations and some less."""
+    sizes = (*DECODE_TOKENS, *PREFILL_TOKENS)
     for lora_rank in ranks:
+        pairs, rows = most_rows(MAX_PAIRS, lora_rank), most_rows(MAX_TOKENS, lora_rank)
         for product, in_, out in expert_products(shape):
-            for tokens in (*DECODE_TOKENS, *PREFILL_TOKENS):
-                few = tokens * shape.top_k <= most_rows(MAX_PAIRS, lora_rank)
-                if few == decode:
+            for tokens in sizes:
+                if in_reach(tokens * shape.top_k, pairs, decode):
                     yield Problem(
                         product, in_, (out,), tokens, lora_rank, shape.num_experts, shape.top_k
                     )
         for product, in_, outs in linear_widths(shape):
-            for tokens in (*DECODE_TOKENS, *PREFILL_TOKENS):
-                if (tokens <= most_rows(MAX_TOKENS, lora_rank)) == decode:
+            for tokens in sizes:
+                if in_reach(tokens, rows, decode):
                     yield Problem(product, in_, outs, tokens, lora_rank)
+
+
+def in_reach(rows: int, limit: int, decode: bool) -> bool:
+    """Whether the decode kernels, or the four operations, are tuned for so many rows."""
+    return rows <= REACH * limit if decode else REACH * rows > limit
 
 
 def expert_products(shape: ModelShape) -> Iterator[tuple[str, int, int]]:

@@ -26,7 +26,14 @@ from kernels.tune.compiling import compile_all, compile_recorded, no_device, rec
 from kernels.tune.files import Log, Measured, Run, choose, merge, prune, write_tiles
 from kernels.tune.inputs import Batch, make_lora
 from kernels.tune.ops import TUNED
-from kernels.tune.problems import SHAPES, ModelShape, Problem, as_shape
+from kernels.tune.problems import (
+    REACH,
+    SHAPES,
+    ModelShape,
+    Problem,
+    as_shape,
+    lora_products,
+)
 from tests.kernels.aot import SHARED_LIMIT_BYTES, _read_usage
 
 RUN = Run("a GPU", "2.0", "3.0", "abc", "c0ffee", "2026-01-01T00:00:00Z")
@@ -77,11 +84,27 @@ def test_the_plan_covers_every_width_of_the_models() -> None:
     pairs = [[op.name for op in job.ops] for job in jobs if job.problem.lora_rank]
     assert all(p in (["decode_shrink", "decode_expand"], ["lora_shrink", "lora_expand"])
                for p in pairs)  # fmt: skip
-    # What the decode kernels do not serve is never asked of them.
+    # Each path is asked for what it serves, and beyond the limit between them no further than said.
     for job in jobs:
+        limits = MAX_PAIRS if job.problem.of_experts else MAX_TOKENS
         if job.ops[0].name == "decode_shrink":
-            limits = MAX_PAIRS if job.problem.of_experts else MAX_TOKENS
-            assert job.problem.rows <= limits[max(16, job.problem.lora_rank)]
+            assert job.problem.rows <= REACH * limits[max(16, job.problem.lora_rank)]
+        elif job.ops[0].name == "lora_shrink":
+            assert REACH * job.problem.rows > limits[max(16, job.problem.lora_rank)]
+
+
+@pytest.mark.parametrize("reach", [1, 4])
+def test_both_paths_of_lora_are_tuned_on_either_side_of_their_limit(
+    reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.tune.problems.REACH", reach)
+    decode, four = (
+        {p for p in lora_products(SHAPES["gpt-oss-20b"], (32,), decode) if p.product == "down"}
+        for decode in (True, False)
+    )
+    limit = MAX_PAIRS[32]
+    assert max(p.rows for p in decode) == reach * limit
+    assert min(p.rows for p in four) == (2 * limit if reach == 1 else limit // 2)
 
 
 def recorded_candidates(problem: Problem, op: command.TunedOp, tiles: Tiles) -> list[object]:
