@@ -217,7 +217,12 @@ def make_tables(
     in_: int, outs: tuple[int, ...], experts: int, lora_rank: int, layers: int, num_slots: int,
     device: torch.device, filled: bool,
 ) -> LoraTables:  # fmt: skip
-    """Tables of `layers` layers: layer i's part j is target i · parts + j. filled: with values."""
+    """Tables of `layers` layers in one memory, every slot filled.
+
+    Shapes:  of `experts` experts each A [r, in] and B [r, out]; the tables [layers · parts, slots]:
+             layer i's part j is target i · parts + j
+    outs     a part each;  filled: with random values, else memory alone, for the compiler
+    """
     a_off = torch.empty(layers * len(outs), num_slots, dtype=torch.int64)  # [N, L]
     b_off, b_stride, used = torch.empty_like(a_off), torch.zeros_like(a_off), 0
     for target in range(len(a_off)):

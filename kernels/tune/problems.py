@@ -133,12 +133,14 @@ def in_reach(rows: int, limit: int, decode: bool) -> bool:
 
 
 def expert_products(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
+    """(name, width of x, width of y) of one expert's products; none for a dense model."""
     if shape.num_experts:
         yield "gate_up", shape.hidden, 2 * shape.inner
         yield "down", shape.inner, shape.hidden
 
 
 def linear_widths(shape: ModelShape) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """(name, width of x, widths of the targets that share it) of a layer's plain linears."""
     yield "qkv", shape.hidden, (shape.q_out, shape.kv_out, shape.kv_out)
     yield "o", shape.q_out, (shape.hidden,)
     if not shape.num_experts:

@@ -16,10 +16,11 @@ choice for whichever mix is worst.
 """
 
 import argparse
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,50 +82,61 @@ def compile_ahead(launches: Callable[[], None], end: float) -> None:
         print(f"FAILED to compile: {error}", flush=True)
 
 
+def memories(
+    args: argparse.Namespace, device: torch.device, filled: bool
+) -> Iterator[tuple[str, str, int, Memory]]:
+    """(shape, part, rank, factors), one after the other. filled: as in Memory.make"""
+    for name in args.shapes:
+        for part in parts_of(SHAPES[name]):
+            for lora_rank in args.ranks:
+                yield (
+                    name,
+                    part,
+                    lora_rank,
+                    Memory.make(SHAPES[name], part, lora_rank, device, filled),
+                )
+
+
 def launch_all(args: argparse.Namespace, device: torch.device) -> None:
     """Every path at every size once, on memory without values: for the compiler."""
-    for name in args.shapes:
-        shape = SHAPES[name]
-        for part in parts_of(shape):
-            for lora_rank in args.ranks:
-                memory = Memory.make(shape, part, lora_rank, device, False)
-                for tokens in args.tokens:
-                    made = make_part(shape, part, memory, tokens, "eight")
-                    for path in PATHS:
-                        getattr(made, path)(0)
+    for name, part, _, memory in memories(args, device, False):
+        for tokens in args.tokens:
+            made = make_part(SHAPES[name], part, memory, tokens, "eight")
+            for path in PATHS:
+                getattr(made, path)(0)
 
 
 def measure(
     args: argparse.Namespace, timer: Callable[[Batch], float], device: torch.device, end: float
 ) -> list[dict[str, Any]]:
-    """A row a shape, part, rank, size, mix and path."""
+    """A row a shape, part, rank, size, mix and path; none for what is wrong or fails."""
     rows: list[dict[str, Any]] = []
-    for name in args.shapes:
-        shape = SHAPES[name]
-        for part in parts_of(shape):
-            for lora_rank in args.ranks:
-                memory = Memory.make(shape, part, lora_rank, device, True)
-                for tokens in args.tokens:
-                    for mix in args.mixes:
-                        if time.monotonic() > end:
-                            print(f"no time left for {name} {part} r{lora_rank} T={tokens} {mix}")
-                            continue
-                        made = make_part(shape, part, memory, tokens, mix)
-                        about = {
-                            "shape": name, "part": part, "rank": lora_rank, "tokens": tokens,
-                            "rows": made.rows, "mix": mix,
-                            "floor_us": round(1e6 * made.floor_bytes() / COPY_BYTES_PER_S, 2),
-                        }  # fmt: skip
-                        want = made.reference(0)
-                        for path in PATHS:
-                            check(made, path, want)
-                            us = time_path(made, path, timer)
-                            rows.append(about | {"path": path, "us": round(us, 2)})
-                        if mix == "eight":
-                            us = torch_us(made)
-                            rows.append(about | {"path": "torch", "us": round(us, 1)})
-                del memory
-                torch.cuda.empty_cache()
+    for name, part, lora_rank, memory in memories(args, device, True):
+        for tokens, mix in itertools.product(args.tokens, args.mixes):
+            at = f"{name} {part} r{lora_rank} T={tokens} {mix}"
+            if time.monotonic() > end:
+                print(f"no time left for {at}", flush=True)
+                continue
+            try:
+                made = make_part(SHAPES[name], part, memory, tokens, mix)
+                about = {"shape": name, "part": part, "rank": lora_rank, "tokens": tokens}
+                about |= {"rows": made.rows, "mix": mix}
+                about["floor_us"] = round(1e6 * made.floor_bytes() / COPY_BYTES_PER_S, 2)
+                rows += [about | found for found in measure_part(made, mix, timer)]
+            except Exception as error:  # one must not hide the others
+                text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                print(f"FAILED {at}: {text}", flush=True)
+    return rows
+
+
+def measure_part(made: Part, mix: str, timer: Callable[[Batch], float]) -> list[dict[str, Any]]:
+    """Each path, checked and timed. Errors: AssertionError if one computes wrong."""
+    want, rows = made.reference(0), []
+    for path in PATHS:
+        check(made, path, want)
+        rows.append({"path": path, "us": round(time_path(made, path, timer), 2)})
+    if mix == "eight":
+        rows.append({"path": "torch", "us": round(torch_us(made), 1)})
     return rows
 
 

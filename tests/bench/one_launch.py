@@ -10,6 +10,7 @@ is checked against torch. Not for serving.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -185,8 +186,10 @@ def make_inputs(
 def time_of(inputs: Inputs, call: partial[None], timer: GraphTimer) -> float:
     """us a layer. Errors: AssertionError unless the values are torch's."""
     before = inputs.y.clone()
-    y, x, tables, layer, ids, slots, experts, down, weights = inputs.args(0)
-    moe_lora_reference(y, x, tables, layer, ids, slots, None, down, weights, num_experts=experts)  # type: ignore[arg-type]
+    moe_lora_reference(
+        inputs.y, inputs.x, inputs.tables, 0, inputs.ids[0], inputs.slots, None, inputs.down,
+        inputs.weights, num_experts=inputs.num_experts,
+    )  # fmt: skip
     want = inputs.y.clone()
     for _ in range(2):  # the second finds what the first has left in the counters
         inputs.y.copy_(before)
@@ -199,22 +202,24 @@ def time_of(inputs: Inputs, call: partial[None], timer: GraphTimer) -> float:
     return us
 
 
-def products() -> list[tuple[str, int, int]]:
-    return list(expert_products(SHAPES["gpt-oss-20b"]))
+def cases(device: torch.device, filled: bool) -> Iterator[tuple[str, Inputs, Tensor, list[Form]]]:
+    """(name, inputs, counters, forms) of every product, rank and size."""
+    for name, in_, out in expert_products(SHAPES["gpt-oss-20b"]):
+        for lora_rank, tokens in itertools.product(RANKS, TOKENS):
+            inputs = make_inputs(name, in_, out, lora_rank, tokens, device, filled)
+            rows = inputs.ids[0].numel()
+            counters = torch.zeros(2, rows, dtype=torch.int32, device=device)
+            some = list(forms(rows, in_, out, lora_rank))
+            yield f"{name} r{lora_rank} T={tokens}", inputs, counters, some
 
 
 def launch_all(device: torch.device) -> None:
     """Every kernel once, on memory without values: for the compiler."""
-    for name, in_, out in products():
-        for lora_rank in RANKS:
-            for tokens in TOKENS:
-                inputs = make_inputs(name, in_, out, lora_rank, tokens, device, False)
-                rows = inputs.ids[0].numel()
-                counters = torch.zeros(2, rows, dtype=torch.int32, device=device)
-                for overlap in (True, False):
-                    add_pairs(*inputs.args(0), overlap=overlap, settled=True)
-                for form in forms(rows, in_, out, lora_rank):
-                    add_in_one(*inputs.args(0), form=form, counters=counters)
+    for _, inputs, counters, some in cases(device, False):
+        for overlap in (True, False):
+            add_pairs(*inputs.args(0), overlap=overlap, settled=True)
+        for form in some:
+            add_in_one(*inputs.args(0), form=form, counters=counters)
 
 
 @torch.inference_mode()
@@ -228,26 +233,20 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: compiled in {time.monotonic() - begin:.0f} s")
     timer = GraphTimer()
     print("us a layer: pair / pair without overlap / one launch (its best form)")
-    for name, in_, out in products():
-        for lora_rank in RANKS:
-            for tokens in TOKENS:
-                inputs = make_inputs(name, in_, out, lora_rank, tokens, device, True)
-                rows = inputs.ids[0].numel()
-                counters = torch.zeros(2, rows, dtype=torch.int32, device=device)
-                pair = [
-                    time_of(inputs, partial(add_pairs, overlap=overlap, settled=True), timer)
-                    for overlap in (True, False)
-                ]
-                found: dict[Form, float] = {}
-                for form in forms(rows, in_, out, lora_rank):
-                    if time.monotonic() < begin + args.seconds:
-                        call = partial(add_in_one, form=form, counters=counters)
-                        found[form] = time_of(inputs, call, timer)
-                        assert not counters.any(), "counters are left as they were found"
-                best = min(found, key=lambda form: found[form]) if found else None
-                one = f"{found[best]:.1f} ({best}, of {len(found)})" if best else "-"
-                where = f"{name} r{lora_rank} T={tokens}"
-                print(f"{where}: {pair[0]:.1f} / {pair[1]:.1f} / {one}", flush=True)
+    for name, inputs, counters, some in cases(device, True):
+        pair = [
+            time_of(inputs, partial(add_pairs, overlap=overlap, settled=True), timer)
+            for overlap in (True, False)
+        ]
+        found: dict[Form, float] = {}
+        for form in some:
+            if time.monotonic() < begin + args.seconds:
+                call = partial(add_in_one, form=form, counters=counters)
+                found[form] = time_of(inputs, call, timer)
+                assert not counters.any(), "counters are not as they were found"
+        best = min(found, key=lambda form: found[form]) if found else None
+        one = f"{found[best]:.1f} ({best}, of {len(found)})" if best else "-"
+        print(f"{name}: {pair[0]:.1f} / {pair[1]:.1f} / {one}", flush=True)
     print(f"{time.monotonic() - begin:.0f} s in all")
 
 

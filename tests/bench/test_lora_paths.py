@@ -77,6 +77,20 @@ def test_a_row_a_shape_part_rank_size_mix_and_path(small, monkeypatch) -> None:
     bench.print_tables(rows)
 
 
+def test_what_fails_hides_nothing_else(small, monkeypatch, capsys) -> None:
+    def check(part: parts.Part, path: str, want: tuple[torch.Tensor, ...]) -> None:
+        assert part.rows != 8 or path == "four", "planted"
+
+    monkeypatch.setattr(bench, "check", check)
+    monkeypatch.setattr(bench, "torch_us", lambda part: 5000.0)
+    args = argparse.Namespace(shapes=["small"], ranks=[8], tokens=[1, 4], mixes=["eight"])
+    rows = bench.measure(args, lambda batch: 1.0, CPU, float("inf"))
+    assert [(r["part"], r["rows"]) for r in rows] == (
+        [("experts", 2)] * 3 + [("linears", 1)] * 3 + [("linears", 4)] * 3
+    )
+    assert "FAILED small experts r8 T=4 eight: AssertionError: planted" in capsys.readouterr().out
+
+
 def test_mixes_are_what_they_are_called() -> None:
     assert parts.slots_of("distinct", 64).unique().numel() == 64
     assert parts.slots_of("eight", 64).bincount().tolist() == [8] * 8

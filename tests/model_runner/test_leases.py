@@ -4,9 +4,8 @@ after the last step that names it, not when the scheduler has no more use for it
 Adapters of short requests and adapters of NaN take turns in a few slots, in every step that the
 loads allow, while other requests run beside them: more than one slot a step is reloaded with NaN on
 average. On a GPU each step begins with a pause, so that a copy that comes too early is there before
-the step reads. On a CPU steps are run when they are waited
-for, so that the device is one step behind here too. Not here: the store's own leases
-(tests/adapter_store).
+the step reads. On a CPU steps are run when they are waited for, so that the device is one step
+behind here too. Not here: the store's own leases (tests/adapter_store).
 """
 
 import dataclasses
